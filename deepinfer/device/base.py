@@ -1,0 +1,205 @@
+"""The device seam: streams, events and memory, the same to the engine on every device.
+
+The engine submits work to named streams and orders it with events; it never asks which device it
+has. What a stream promises: its operations run in the order submitted. What it does not promise:
+any order against another stream, or against the host, except where an event says so.
+
+`reads` and `writes` name what an operation touches (block ids, staging buffers): nothing here looks
+at them; they are the seam for checkers. `cost` is the seam for a simulated device.
+
+One host thread drives a device. An operation does not call the device that runs it, except for
+`upload` and `download`: an operation that waited for the device would wait for itself.
+
+`Failure` and `EventPool` are the two parts every device shares. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from deepinfer.errors import DeviceError, OwnershipError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Device memory in bytes; None where the device cannot say.
+
+    `reserved_bytes` and `allocated_bytes` are the torch caching allocator's.
+    """
+
+    total_bytes: int | None
+    free_bytes: int | None
+    reserved_bytes: int | None = None
+    allocated_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+
+
+class Event(Protocol):
+    """A point in a stream's queue. Reusable: recording again moves it.
+
+    An event that was never recorded counts as passed (as cudaEventQuery does); `elapsed_ms`
+    refuses it.
+    """
+
+    def query(self) -> bool:
+        """Whether the stream has passed the recorded point. Never blocks."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until the stream has passed the point. Raises DeviceError if it failed."""
+        ...
+
+    def elapsed_ms(self, since: Event) -> float:
+        """Milliseconds of device time from `since` to this event; both made with timing=True."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of device work, run in order."""
+
+    name: str
+
+    def submit(
+        self,
+        fn: Callable[[], None],
+        *,
+        reads: Sequence[Any] = (),
+        writes: Sequence[Any] = (),
+        cost: float | None = None,
+        label: str = "",
+    ) -> None:
+        """Queue `fn`; it runs on the device after everything queued on this stream before it."""
+        ...
+
+    def record(self, event: Event) -> None:
+        """Mark this point of the queue with `event`."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Hold what is queued after this until `event` (as recorded now) has passed."""
+        ...
+
+
+class Readback(Protocol):
+    """A device array on its way to the host."""
+
+    def numpy(self) -> np.ndarray:
+        """The array; valid only after the event recorded behind the download has passed."""
+        ...
+
+
+class Device(Protocol):
+    """Streams, events, host<->device copies and memory figures of one device."""
+
+    name: str
+
+    @property
+    def torch_device(self) -> Any:
+        """The torch.device tensors of this device live on."""
+        ...
+
+    def stream(self, name: str) -> Stream:
+        """The stream of this name; made at the first call."""
+        ...
+
+    def event(self, *, timing: bool = False) -> Event:
+        """An event from the pool, or a new one."""
+        ...
+
+    def recycle(self, event: Event) -> None:
+        """Give an event back to the pool; the caller must not touch it again."""
+        ...
+
+    def upload(self, array: np.ndarray) -> Any:
+        """Inside submitted work: `array` as a tensor on the device.
+
+        The host array must not be written afterwards (plans guarantee it). On CUDA the copy goes
+        through a pinned staging buffer that is not rewritten while its copy is pending.
+        """
+        ...
+
+    def download(self, tensor: Any) -> Readback:
+        """Inside submitted work: start copying `tensor` to the host."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until every stream is empty."""
+        ...
+
+    def memory(self) -> DeviceMemory:
+        """Device memory now."""
+        ...
+
+    def close(self) -> None:
+        """Finish queued work and let go of threads; the device cannot be used afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a stream takes no more work; one object travels to every stream that depends on it."""
+
+    message: str
+    cause: BaseException | None = None
+
+    @classmethod
+    def of_operation(cls, label: str, stream: str, cause: BaseException) -> Failure:
+        """The failure of the operation `label` on `stream`, which raised `cause`."""
+        what = f"operation {label!r}" if label else "an operation without a label"
+        return cls(f"{what} on stream {stream!r} failed: {type(cause).__name__}: {cause}", cause)
+
+    @classmethod
+    def of_closing(cls, device: str) -> Failure:
+        """What a stream of a closed device answers."""
+        return cls(f"device {device!r} is closed")
+
+    def error(self) -> DeviceError:
+        """A new error to raise, chained to the cause (one error object raised twice would mix up
+        its tracebacks)."""
+        error = DeviceError(self.message)
+        error.__cause__ = self.cause
+        return error
+
+
+class PooledEvent(Protocol):
+    """What `EventPool` needs to know of an event."""
+
+    timing: bool
+    pooled: bool
+
+    def reset(self) -> None:
+        """Forget the recording: the next user gets an event that was never recorded."""
+        ...
+
+
+E = TypeVar("E", bound=PooledEvent)
+
+
+class EventPool(Generic[E]):
+    """Events for reuse, those with timing apart from those without (they cost differently)."""
+
+    def __init__(self, make: Callable[[bool], E]) -> None:
+        """`make(timing)` gives a new event when the pool has none."""
+        self._make = make
+        self._free: dict[bool, list[E]] = {False: [], True: []}
+
+    def take(self, timing: bool) -> E:
+        """An event that counts as never recorded."""
+        free = self._free[timing]
+        if not free:
+            return self._make(timing)
+        event = free.pop()
+        event.pooled = False
+        return event
+
+    def give_back(self, event: E) -> None:
+        """Keep `event` for the next `take`. Raises OwnershipError if it is in the pool already."""
+        if event.pooled:
+            raise OwnershipError("an event was recycled twice: it would get two users")
+        event.pooled = True
+        event.reset()
+        self._free[event.timing].append(event)

@@ -1,0 +1,56 @@
+"""Every error the engine and the toolkit raise on purpose, in one tree.
+
+"Does not fit" is a return value (`Verdict`), never an exception. What is raised here says what was
+asked and what there is, and leaves the state of whatever raised it untouched.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DeepInferError(Exception):
+    """Root of every deliberate error."""
+
+
+class UserError(DeepInferError):
+    """Bad input from outside: a file, a flag, a request. One line at the CLI, exit code 2.
+
+    `hint` is printed on a line of its own as `hint: ...`.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class OwnershipError(DeepInferError):
+    """A call that would break an ownership rule: pin a free block, release one nobody owns."""
+
+
+class OutOfBlocksError(DeepInferError):
+    """More blocks were asked for than are free; callers ask `can_allocate` first."""
+
+
+class UnknownRequestError(DeepInferError):
+    """A request id that was never added, or whose request has already ended."""
+
+
+class DeviceError(DeepInferError):
+    """Work on a device failed: names the operation, the stream and the cause."""
+
+
+def check_name(what: str, name: str, valid: Iterable[str]) -> None:
+    """Raise a UserError that names the nearest valid name unless `name` is one of `valid`."""
+    names = list(valid)
+    if name not in names:
+        raise UserError(f"{what}: unknown name {name!r}", hint=nearest_hint(name, names))
+
+
+def nearest_hint(name: str, valid: Iterable[str]) -> str:
+    """`did you mean 'x'?` if one is near, and the list of valid names."""
+    names = list(valid)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    listed = f"valid: {', '.join(names)}"
+    return f"did you mean {near[0]!r}? {listed}" if near else listed

@@ -1,0 +1,72 @@
+"""The names a user may choose from, each with one line on what it does.
+
+Knows no implementation: the modules that own a choice map these names to code, and the toolkit
+checks input against them without loading that code. Invariant: the tuples are exactly the keys of
+`DESCRIPTIONS`, in the order in which help and listings show them.
+"""
+
+from __future__ import annotations
+
+DESCRIPTIONS: dict[str, dict[str, str]] = {
+    "release": {
+        "early": "at once, nothing waited for",
+        "blocking": "after the host has waited right behind the submit",
+        "deferred": "after the host has waited at the end of the submit, with the step queued",
+        "polled": "when a look at the event finds it passed; the host never waits",
+        "step": "when the result of the step that carried it is collected; no event of its own",
+        "ordered": "at once, tagged: the stream of the next writer waits for the event",
+    },
+    "free_order": {
+        "reverse": "last block of the table first",
+        "forward": "first block of the table first",
+        "by_id": "smallest block id first",
+        "shuffled": "random, drawn from the seed",
+    },
+    "discipline": {
+        "fifo": "blocks join at the back and leave at the front",
+        "lifo": "blocks join and leave at the front",
+        "by_id": "the smallest free block id leaves first",
+    },
+    "fence": {
+        "step": "one event for all blocks that a step withholds",
+        "block": "one event per withheld block",
+    },
+    "admission": {
+        "prompt": "reserves the blocks of the tokens there are",
+        "lifetime": "reserves the blocks of the longest the request may become",
+    },
+    "preemption": {
+        "newest": "the request admitted last gives way",
+        "most_blocks": "the request that holds most blocks gives way",
+    },
+    "fork_tail_copy": {
+        "always": "the block with the last computed row is copied even if it is full",
+        "partial": "the last block is copied only if rows will be written into it",
+    },
+    "device": {
+        "cpu": "torch on the CPU, a worker thread per stream",
+        "cpu-stepped": "torch on the CPU without threads: deterministic, runs when waited for",
+        "cuda": "an NVIDIA GPU",
+    },
+}
+
+TITLES: dict[str, str] = {
+    "release": "release policy: when a given-up block may be handed out again",
+    "free_order": "free order: how one table's blocks join the free list",
+    "discipline": "free-list discipline: where blocks join and leave",
+    "fence": "fence: what withheld blocks wait for",
+    "admission": "admission: what a request reserves before it runs",
+    "preemption": "preemption: which running request gives its blocks back",
+    "fork_tail_copy": "fork tail copy: what a fork does with the parent's last block",
+    "device": "device",
+}
+
+RELEASE_POLICIES = tuple(DESCRIPTIONS["release"])
+UNSAFE_POLICIES = frozenset({"early"})
+FREE_ORDERS = tuple(DESCRIPTIONS["free_order"])
+DISCIPLINES = tuple(DESCRIPTIONS["discipline"])
+FENCES = tuple(DESCRIPTIONS["fence"])
+ADMISSIONS = tuple(DESCRIPTIONS["admission"])
+PREEMPTIONS = tuple(DESCRIPTIONS["preemption"])
+FORK_TAIL_COPIES = tuple(DESCRIPTIONS["fork_tail_copy"])
+DEVICES = tuple(DESCRIPTIONS["device"])
