@@ -1,0 +1,305 @@
+"""From files, flags and axes to one resolved configuration, merged in one place.
+
+Merge order: defaults < profile < workload < flags (`resolve`). Knows nothing of engines or devices
+and never loads torch. Invariant: `Resolved.to_dict()` holds everything that decides what a cell
+computes, so equal `config_hash` means equal work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from bench.nearest import choices
+from bench.schema import (
+    GEOMETRY,
+    DeviceFlag,
+    EngineSettings,
+    Profile,
+    Strict,
+    Trace,
+    Verify,
+    Workload,
+)
+from bench.validation import describe, validate
+from bench.yaml_source import Problem, Source, SourceError, parse, show_value
+from deepinfer.config import EngineConfig, ModelConfig
+from deepinfer.errors import UserError
+from deepinfer.models.hf_config import model_config_from_folder
+from deepinfer.names import DESCRIPTIONS, UNSAFE_POLICIES
+
+# `seed` is left out: every cell of a comparison gets the same requests.
+AXES = (*(name for name in EngineSettings.model_fields if name != "seed"), "device")
+_WHOLE = re.compile(r"-?(0|[1-9][0-9]*)")
+
+_File = TypeVar("_File", Workload, Profile)
+_Flags = TypeVar("_Flags", bound=Strict)
+
+
+def check_file(model: type[_File], path: Path) -> tuple[_File | None, list[Problem]]:
+    """The file as a workload or profile, and every problem found in it."""
+    return validate(model, parse(path), name=path.stem)
+
+
+def load_workload(path: Path) -> Workload:
+    """The workload in a YAML file; a relative `trace.path` is taken from the file's folder.
+
+    Raises UserError, or SourceError with all problems.
+    """
+    workload = _load(Workload, path)
+    if workload.trace is None or workload.trace.path is None:
+        return workload
+    trace = workload.trace.model_copy(update={"path": _beside(path, workload.trace.path)})
+    return workload.model_copy(update={"trace": trace})
+
+
+def load_profile(path: Path) -> Profile:
+    """The profile in a YAML file; a relative `model.path` is taken from the file's folder.
+
+    Raises UserError, or SourceError with all problems.
+    """
+    profile = _load(Profile, path)
+    if profile.model.path is None:
+        return profile
+    model = profile.model.model_copy(update={"path": _beside(path, profile.model.path)})
+    return profile.model_copy(update={"model": model})
+
+
+def _beside(file: Path, written: str) -> str:
+    return str(file.parent / Path(written).expanduser())
+
+
+def _load(model: type[_File], path: Path) -> _File:
+    loaded, problems = check_file(model, path)
+    if loaded is None:
+        raise SourceError(problems)
+    return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What the command line sets; None and absent keys leave files and defaults alone.
+
+    Attributes:
+        engine: `EngineConfig` keys with typed values.
+        seed: of requests and the `shuffled` order (short for `engine["seed"]`).
+        device: a name in `deepinfer.names.DEVICES`.
+        trace_path: the user's copy of the trace that the workload replays.
+        limit: requests to read of the trace.
+        scale_lengths: factor on every token count.
+        speed: divides the arrival times of the trace.
+    """
+
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    device: str | None = None
+    trace_path: str | None = None
+    limit: int | None = None
+    scale_lengths: float | None = None
+    speed: float | None = None
+
+    def with_cell(self, cell: Mapping[str, Any]) -> Flags:
+        """These flags with one value for each axis of a cell."""
+        engine = {name: value for name, value in cell.items() if name != "device"}
+        return dataclasses.replace(
+            self, engine={**self.engine, **engine}, device=cell.get("device", self.device)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Everything that decides what one cell computes."""
+
+    workload: Workload
+    profile_name: str
+    engine: EngineConfig
+    model: ModelConfig
+    device: str
+    verify: Verify
+
+    @property
+    def seed(self) -> int:
+        """Of the requests; the engine's `shuffled` order has the same one."""
+        return self.engine.seed
+
+    @property
+    def unsafe(self) -> bool:
+        """Whether the release policy may hand out a block that is still being read."""
+        return self.engine.release in UNSAFE_POLICIES
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a table of these results must say about its input."""
+        notes = []
+        if self.workload.length_scale != 1.0:
+            notes.append(f"lengths scaled by {self.workload.length_scale:g}")
+        if trace := self.workload.trace:
+            if trace.speed != 1.0:
+                notes.append(f"arrivals sped up by {trace.speed:g}")
+            if trace.limit is not None:
+                notes.append(f"at most the first {trace.limit} requests of the trace")
+        return tuple(notes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Strict-JSON form, for the results file."""
+        return {
+            "workload": {"name": self.workload.name, **_plain(self.workload)},
+            "profile": self.profile_name,
+            "device": self.device,
+            "engine": dataclasses.asdict(self.engine),
+            "model": {**dataclasses.asdict(self.model), "path": _path_text(self.model.path)},
+            "verify": _plain(self.verify),
+        }
+
+    @property
+    def config_hash(self) -> str:
+        """First 12 hex digits of the SHA-256 of `to_dict()`."""
+        text = json.dumps(self.to_dict(), sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _plain(settings: Strict) -> dict[str, Any]:
+    """A workload's `engine` is left out: it is merged into the resolved one."""
+    return settings.model_dump(mode="json", exclude_none=True, exclude={"engine"})
+
+
+def _path_text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def resolve(profile: Profile, workload: Workload, flags: Flags | None = None) -> Resolved:
+    """Merge defaults < profile < workload < flags.
+
+    Raises UserError if a flag is not valid, or changes a trace that the workload does not have.
+    """
+    flags = flags or Flags()
+    from_flags = {**flags.engine, **({} if flags.seed is None else {"seed": flags.seed})}
+    layers = (profile.engine, workload.engine, _check_flags(EngineSettings, from_flags))
+    merged = {name: value for layer in layers for name, value in layer.given().items()}
+    device = profile.device if flags.device is None else flags.device
+    _check_flags(DeviceFlag, {"device": device})
+    return Resolved(
+        workload=_override_input(workload, flags),
+        profile_name=profile.name,
+        engine=EngineConfig(**merged),
+        model=_model_config(profile),
+        device=device,
+        verify=profile.verify,
+    )
+
+
+def _check_flags(model: type[_Flags], values: Mapping[str, Any]) -> _Flags:
+    try:
+        return model.model_validate(dict(values))
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        problem = describe(Source(None), model, detail)
+        raise UserError(problem.text, hint=problem.hint) from error
+
+
+def _override_input(workload: Workload, flags: Flags) -> Workload:
+    """The workload with the flags that change its requests."""
+    given: dict[str, Any] = {
+        "path": flags.trace_path,
+        "limit": flags.limit,
+        "scale_lengths": flags.scale_lengths,
+        "speed": flags.speed,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    before = workload.trace.model_dump(exclude_none=True) if workload.trace else {"format": "azure"}
+    trace = _check_flags(Trace, {**before, **given})
+    if workload.trace is not None:
+        return workload.model_copy(update={"trace": trace})
+    for name in ("path", "limit", "speed"):
+        if name in given:
+            flag = "--trace-file" if name == "path" else f"--{name}"
+            raise UserError(
+                f"{flag}: workload {workload.name} replays no trace "
+                f"(got {show_value(given[name])}); expected a workload with `trace:`, as azure-code"
+            )
+    return workload.model_copy(update=given)
+
+
+def _model_config(profile: Profile) -> ModelConfig:
+    settings = profile.model
+    if settings.path is not None:
+        config = model_config_from_folder(Path(settings.path))
+        if "dtype" not in settings.model_fields_set:
+            return config
+        return dataclasses.replace(config, dtype=settings.dtype)
+    geometry: dict[str, Any] = {name: getattr(settings, name) for name in GEOMETRY}
+    return ModelConfig(
+        **geometry,
+        rope_theta=settings.rope_theta,
+        rms_norm_eps=settings.rms_norm_eps,
+        tie_word_embeddings=settings.tie_word_embeddings,
+        dtype=settings.dtype,
+        seed=settings.seed,
+    )
+
+
+def parse_axes(items: Iterable[str]) -> dict[str, tuple[Any, ...]]:
+    """`["release=deferred,polled", "block_size=64,128"]` as typed values by axis, in order.
+
+    A dash in a name counts as an underscore. Raises UserError for a name or value that is not
+    valid, a value given twice, or an axis given twice.
+    """
+    axes: dict[str, tuple[Any, ...]] = {}
+    for item in items:
+        written, equals, values = item.partition("=")
+        name = written.strip().replace("-", "_")
+        if not equals:
+            raise UserError(f"axis {item!r}: no values; expected NAME=VALUE,VALUE")
+        if name == "seed":
+            raise UserError(
+                "axis seed: not an axis, since all cells get the same requests; expected --seed"
+            )
+        if name not in AXES:
+            raise UserError(f"axis {name}: unknown name; expected {choices(name, AXES)}")
+        if name in axes:
+            raise UserError(f"axis {name}: given twice; expected one list of values")
+        axes[name] = _axis_values(name, values)
+    return axes
+
+
+def _axis_values(name: str, text: str) -> tuple[Any, ...]:
+    """Typed and checked values of one axis."""
+    values: list[Any] = []
+    model: type[Strict] = DeviceFlag if name == "device" else EngineSettings
+    is_text = name in DESCRIPTIONS
+    for part in (part.strip() for part in text.split(",")):
+        if not part:
+            raise UserError(f"axis {name}: an empty value (got {text!r}); expected VALUE,VALUE")
+        value = int(part) if not is_text and _WHOLE.fullmatch(part) else part
+        try:
+            _check_flags(model, {name: value})
+        except UserError as error:
+            raise UserError(f"axis {error}", hint=error.hint) from error
+        if value in values:
+            raise UserError(f"axis {name}: {part} is given twice; expected different values")
+        values.append(value)
+    return tuple(values)
+
+
+def resolve_cells(
+    profile: Profile, workload: Workload, flags: Flags, axes: Mapping[str, Sequence[Any]]
+) -> list[tuple[dict[str, Any], Resolved]]:
+    """Every combination of the axes' values, with its resolved configuration.
+
+    The last axis varies fastest; no axes give one cell. Raises UserError if a key is both a flag
+    and an axis, or a combination is not valid.
+    """
+    for name in axes:
+        if name in flags.engine or (name == "device" and flags.device is not None):
+            raise UserError(f"axis {name}: also set by a flag; expected one of the two")
+    cells = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    return [(cell, resolve(profile, workload, flags.with_cell(cell))) for cell in cells]

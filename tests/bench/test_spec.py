@@ -1,0 +1,319 @@
+"""Files, flags and axes give one resolved configuration, or one line that says what is wrong."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.schema import GEOMETRY, EngineSettings
+from bench.spec import (
+    AXES,
+    Flags,
+    load_profile,
+    load_workload,
+    parse_axes,
+    resolve,
+    resolve_cells,
+)
+from deepinfer import names
+from deepinfer.config import EngineConfig, ModelConfig
+from deepinfer.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROFILE = """\
+description: test
+model: {num_hidden_layers: 1, hidden_size: 8, num_attention_heads: 4, num_key_value_heads: 2,
+        head_dim: 4, intermediate_size: 16, vocab_size: 32}
+"""
+WORKLOAD = """\
+description: test
+requests:
+  - {count: 1, prompt_tokens: 8, output_tokens: 4}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str, name: str = "mine.yaml") -> Path:
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def profile(write):
+    return lambda more="": load_profile(write(PROFILE + more, "profile.yaml"))
+
+
+@pytest.fixture
+def workload(write):
+    return lambda more="", base=WORKLOAD: load_workload(write(base + more, "workload.yaml"))
+
+
+def test_engine_keys_and_defaults_are_those_of_the_engine():
+    """The schema offers exactly the keys of EngineConfig, with its defaults."""
+    defaults = dataclasses.asdict(EngineConfig())
+    assert EngineSettings().model_dump() == defaults
+    assert EngineSettings().given() == {}
+
+
+def test_geometry_is_what_model_config_requires():
+    """Every field of ModelConfig without a default must be given, and no other."""
+    required = [f.name for f in dataclasses.fields(ModelConfig) if f.default is dataclasses.MISSING]
+    assert list(GEOMETRY) == required
+
+
+@pytest.mark.parametrize(
+    ("in_profile", "in_workload", "flag", "expected"),
+    [
+        (None, None, None, EngineConfig().num_blocks),
+        (11, None, None, 11),
+        (None, 12, None, 12),
+        (None, None, 13, 13),
+        (11, 12, None, 12),
+        (11, None, 13, 13),
+        (None, 12, 13, 13),
+        (11, 12, 13, 13),
+        # Written out, a default is a choice like any other.
+        (11, EngineConfig().num_blocks, None, EngineConfig().num_blocks),
+    ],
+)
+def test_merge_order(profile, workload, in_profile, in_workload, flag, expected):
+    """defaults < profile < workload < flags, for every pair of layers."""
+
+    def engine(value):
+        return f"engine: {{num_blocks: {value}}}\n" if value else ""
+
+    resolved = resolve(
+        profile(engine(in_profile)),
+        workload(engine(in_workload)),
+        Flags(engine={"num_blocks": flag} if flag else {}),
+    )
+    assert resolved.engine == EngineConfig(num_blocks=expected)
+
+
+def test_layers_merge_key_by_key(profile, workload):
+    """A layer that sets one key leaves the others of the layer below."""
+    resolved = resolve(
+        profile("engine: {num_blocks: 11, release: polled}\n"),
+        workload("engine: {num_blocks: 12}\n"),
+        Flags(engine={"free_order": "forward"}, seed=7),
+    )
+    expected = EngineConfig(num_blocks=12, release="polled", free_order="forward", seed=7)
+    assert resolved.engine == expected
+    assert resolved.seed == 7
+
+
+def test_device_comes_from_profile_or_flag(profile, workload):
+    """The flag wins over the profile, the profile over the default."""
+    assert resolve(profile(), workload()).device == "cpu"
+    cuda = profile("device: cuda\n")
+    assert resolve(cuda, workload()).device == "cuda"
+    assert resolve(cuda, workload(), Flags(device="cpu-stepped")).device == "cpu-stepped"
+
+
+def test_trace_flags_override_the_workload(profile, workload):
+    """Path, limit, scale and speed of the flags win over those of the trace, and are noted."""
+    replay = workload(base="description: x\ntrace: {format: mooncake, limit: 5, speed: 2.0}\n")
+    flags = Flags(trace_path="t.jsonl", limit=9, scale_lengths=0.1)
+    resolved = resolve(profile(), replay, flags)
+    trace = resolved.workload.trace
+    assert (trace.path, trace.limit, trace.scale_lengths, trace.speed) == ("t.jsonl", 9, 0.1, 2.0)
+    assert resolved.notes == (
+        "lengths scaled by 0.1",
+        "arrivals sped up by 2",
+        "at most the first 9 requests of the trace",
+    )
+
+
+def test_scale_lengths_applies_to_groups_too(profile, workload):
+    """The same flag scales request groups; unscaled runs have no note."""
+    assert resolve(profile(), workload()).notes == ()
+    resolved = resolve(profile(), workload(), Flags(scale_lengths=0.5))
+    assert resolved.workload.length_scale == 0.5
+    assert resolved.notes == ("lengths scaled by 0.5",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (Flags(trace_path="x.csv"), "--trace-file: workload workload replays no trace"),
+        (Flags(limit=3), "--limit: workload workload replays no trace (got 3)"),
+        (Flags(speed=2.0), "--speed: workload workload replays no trace"),
+        (Flags(scale_lengths=0.0), "scale_lengths: out of range (got 0.0); expected more than 0"),
+        (Flags(engine={"num_blocks": 1}), "num_blocks: out of range (got 1); expected at least 2"),
+        (
+            Flags(engine={"release": "defered"}),
+            "release: unknown name (got 'defered'); expected 'd",
+        ),
+        (
+            Flags(engine={"relese": "step"}),
+            "relese: unknown key (got 'relese'); expected 'release'",
+        ),
+        (Flags(seed=-1), "seed: out of range (got -1)"),
+        (Flags(device="cude"), "device: unknown name (got 'cude'); expected 'cuda'"),
+    ],
+)
+def test_bad_flags(profile, workload, flags, part):
+    """A flag that is not valid or changes nothing is an error that names it and what is valid."""
+    with pytest.raises(UserError) as caught:
+        resolve(profile(), workload(), flags)
+    assert str(caught.value).startswith(part)
+
+
+def test_paths_in_files_are_beside_the_file(write):
+    """A relative path in a file does not depend on where the program is started."""
+    path = write("description: x\ntrace: {format: azure, path: data/t.csv}\n")
+    assert load_workload(path).trace.path == str(path.parent / "data/t.csv")
+    path = write("description: x\nmodel: {path: weights}\n")
+    assert load_profile(path).model.path == str(path.parent / "weights")
+
+
+def test_a_model_folder_gives_the_geometry(write, workload, tmp_path):
+    """With `model.path` the geometry is that of its config.json; dtype may be set beside it."""
+    config = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+    config |= dict.fromkeys(GEOMETRY, 2) | {"torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = load_profile(write("description: x\nmodel: {path: .}\n"))
+    model = resolve(loaded, workload()).model
+    assert (model.num_hidden_layers, model.dtype, model.path) == (2, "bfloat16", tmp_path)
+    loaded = load_profile(write("description: x\nmodel: {path: ., dtype: float32}\n"))
+    assert resolve(loaded, workload()).model.dtype == "float32"
+
+
+def test_to_dict_is_strict_json_and_hash_follows_it(profile, workload):
+    """Equal configurations have equal hashes; any change that matters changes the hash."""
+    base = resolve(profile(), workload())
+    text = json.dumps(base.to_dict(), allow_nan=False)
+    assert json.loads(text)["engine"]["release"] == "deferred"
+    assert json.loads(text)["workload"]["name"] == "workload"
+    assert base.config_hash == resolve(profile(), workload(), Flags()).config_hash
+    others = [
+        resolve(profile(), workload(), Flags(seed=1)),
+        resolve(profile(), workload(), Flags(scale_lengths=0.5)),
+        resolve(profile(), workload(), Flags(device="cuda")),
+        resolve(profile("verify: {logprob_tolerance: 0.5}\n"), workload()),
+        resolve(profile(), workload("  - {count: 2, prompt_tokens: 8, output_tokens: 4}\n")),
+    ]
+    assert len({base.config_hash, *(other.config_hash for other in others)}) == 6
+
+
+def test_unsafe_is_known_from_the_policy(profile, workload):
+    """Only `early` marks a cell as unsafe."""
+    unsafe = {
+        policy: resolve(profile(), workload(), Flags(engine={"release": policy})).unsafe
+        for policy in names.RELEASE_POLICIES
+    }
+    assert [policy for policy, value in unsafe.items() if value] == ["early"]
+
+
+def test_axes_are_typed_and_keep_their_order():
+    """Whole numbers become int, names stay text, dashes become underscores."""
+    axes = parse_axes(["free-order=reverse,forward", "block_size=64, 128", "device=cpu"])
+    assert list(axes.items()) == [
+        ("free_order", ("reverse", "forward")),
+        ("block_size", (64, 128)),
+        ("device", ("cpu",)),
+    ]
+    assert "seed" not in AXES
+
+
+@pytest.mark.parametrize(
+    ("items", "part"),
+    [
+        (["relase=step"], "axis relase: unknown name; expected 'release'"),
+        (["release=step,pulled"], "axis release: unknown name (got 'pulled'); expected 'polled'"),
+        (["block_size=16,x"], "axis block_size: wrong type (got 'x'); expected a whole number"),
+        (["block_size=016"], "axis block_size: wrong type (got '016')"),
+        (["block_size=0"], "axis block_size: out of range (got 0); expected at least 1"),
+        (["block_size=16,,32"], "axis block_size: an empty value"),
+        (["block_size=16,16"], "axis block_size: 16 is given twice"),
+        (["fence=step", "fence=block"], "axis fence: given twice"),
+        (["release"], "axis 'release': no values; expected NAME=VALUE,VALUE"),
+        (["seed=1,2"], "axis seed: not an axis"),
+        (["device=cpu,tpu"], "axis device: unknown name (got 'tpu')"),
+    ],
+)
+def test_bad_axes(items, part):
+    """A wrong axis is answered with the nearest name or the valid range."""
+    with pytest.raises(UserError) as caught:
+        parse_axes(items)
+    assert str(caught.value).startswith(part)
+
+
+def test_cells_are_all_combinations(profile, workload):
+    """The last axis varies fastest, and each cell has its own values over the flags."""
+    axes = parse_axes(["release=deferred,step", "block_size=16,32", "device=cpu-stepped"])
+    cells = resolve_cells(profile(), workload(), Flags(engine={"num_blocks": 9}), axes)
+    assert [(cell["release"], cell["block_size"]) for cell, _ in cells] == [
+        ("deferred", 16),
+        ("deferred", 32),
+        ("step", 16),
+        ("step", 32),
+    ]
+    for cell, resolved in cells:
+        expected = EngineConfig(
+            num_blocks=9, release=cell["release"], block_size=cell["block_size"]
+        )
+        assert (resolved.engine, resolved.device) == (expected, "cpu-stepped")
+    assert len(resolve_cells(profile(), workload(), Flags(), {})) == 1
+
+
+def test_a_key_is_a_flag_or_an_axis(profile, workload):
+    """Setting one key both ways is an error, since one of the two would be ignored."""
+    with pytest.raises(UserError, match="axis release: also set by a flag"):
+        resolve_cells(
+            profile(), workload(), Flags(engine={"release": "step"}), parse_axes(["release=polled"])
+        )
+
+
+def test_shipped_files_are_valid_and_resolve_with_each_other():
+    """Every workload runs on every profile as far as configuration goes."""
+    workloads = [load_workload(path) for path in sorted((ROOT / "workloads").glob("*.yaml"))]
+    profiles = [load_profile(path) for path in sorted((ROOT / "profiles").glob("*.yaml"))]
+    assert {"fork-batch", "preemption-pressure", "azure-code"} <= {one.name for one in workloads}
+    for profile in profiles:
+        for workload in workloads:
+            assert resolve(profile, workload).profile_name == profile.name
+
+
+def test_cpu_small_is_the_agreed_model():
+    """The profile that results are quoted for has the geometry of 29.4 M parameters."""
+    profile = load_profile(ROOT / "profiles" / "cpu-small.yaml")
+    workload = load_workload(ROOT / "workloads" / "fork-batch.yaml")
+    expected = ModelConfig(
+        num_hidden_layers=8,
+        hidden_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=1536,
+        vocab_size=8192,
+    )
+    assert resolve(profile, workload).model == expected
+
+
+def test_preemption_pressure_sets_its_own_pool():
+    """The pool is smaller than what its requests hold together at their shortest."""
+    workload = load_workload(ROOT / "workloads" / "preemption-pressure.yaml")
+    engine = workload.engine
+    (group,) = workload.requests
+    shortest = group.prompt_tokens.uniform[0] + group.output_tokens.uniform[0]
+    assert group.count * -(-shortest // engine.block_size) > 2 * (engine.num_blocks - 1)
+
+
+def test_devices_are_those_of_the_device_layer():
+    """The names offered for `device` are those that can be opened."""
+    devices = pytest.importorskip("deepinfer.device")
+    assert set(devices.DEVICES) == set(names.DEVICES)
+
+
+def test_spec_never_loads_torch():
+    """Resolving a configuration works on a machine without torch."""
+    code = "import bench.spec, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
