@@ -1,0 +1,253 @@
+"""Records -> metrics: latencies of a request, figures of a cell.
+
+Knows the records and what each figure means; does not know how a table looks. Invariant: a pure
+function of the samples, over measured (not warm-up) rounds that ended; a metric that is undefined
+is None with its reason, never 0, and a request that failed is counted, never dropped in silence.
+
+    TTFT = first token - arrival (queueing included)      E2E = last token - arrival
+    TPOT = (E2E - TTFT) / (n - 1), n >= 2 output tokens   ITL = each gap between two tokens
+
+All count tokens, not the chunks in which tokens reach the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bench import stats
+from bench.samples import (
+    FORKED,
+    CellRecord,
+    RequestRecord,
+    RoundRecord,
+    Samples,
+    StepRecord,
+    VerificationRecord,
+)
+
+COMPLETED = ("length", "stop")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A value, or None and the reason why there is none."""
+
+    value: float | None
+    reason: str = ""
+
+    @classmethod
+    def of(cls, value: float | None, reason: str) -> Metric:
+        """`value` where there is one, else undefined because of `reason`."""
+        return cls(None, reason) if value is None else cls(value)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Latencies of one request in seconds; None where undefined."""
+
+    ttft_s: float | None
+    tpot_s: float | None
+    e2e_s: float | None
+    itl_s: tuple[float, ...]
+
+
+def request_times(request: RequestRecord) -> RequestTimes:
+    """TTFT, TPOT, E2E and the ITL gaps of one request; TPOT needs two tokens, the rest one."""
+    times = request.token_times_s
+    if not times:
+        return RequestTimes(None, None, None, ())
+    ttft_s = times[0] - request.arrival_s
+    e2e_s = times[-1] - request.arrival_s
+    tpot_s = (e2e_s - ttft_s) / (len(times) - 1) if len(times) >= 2 else None
+    return RequestTimes(ttft_s, tpot_s, e2e_s, tuple(b - a for a, b in pairwise(times)))
+
+
+@dataclass(frozen=True, slots=True)
+class CellMetrics:
+    """Figures of one cell.
+
+    Latencies pool the completed requests of all measured rounds; step figures pool their steps;
+    figures counted per round (`withheld_block_ms`, `block_copies`, `later`, `preemptions`, memory)
+    are the median over rounds, peaks the largest. `wrong_requests`, `near_ties` and
+    `max_logprob_diff` cover every verified round, warm-up too: a wrong answer is wrong.
+    """
+
+    cell: CellRecord
+    num_rounds: int
+    num_unverified_rounds: int
+    num_requests: int
+    num_never: int
+    num_aborted: int
+    tok_per_s_by_round: dict[int, float]
+    tok_per_s: Metric
+    ttft_ms_p50: Metric
+    ttft_ms_p99: Metric
+    tpot_ms: Metric
+    itl_ms_p99: Metric
+    step_ms_p50: Metric
+    host_us_per_step: Metric
+    wait_us_per_step: Metric
+    withheld_blocks_peak: Metric
+    withheld_block_ms: Metric
+    block_copies: Metric
+    later: Metric
+    preemptions: Metric
+    wrong_requests: Metric
+    near_ties: Metric
+    max_logprob_diff: Metric
+    nvml_used_mib: Metric
+    torch_peak_mib: Metric
+    process_rss_mib: Metric
+
+    @property
+    def num_failed(self) -> int:
+        """Requests that gave no complete answer: NEVER, aborted."""
+        return self.num_never + self.num_aborted
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether not one request was completed: the run has no result, whatever its times say."""
+        return 0 < self.num_requests == self.num_failed
+
+
+def compute_metrics(samples: Samples) -> list[CellMetrics]:
+    """The figures of every cell, in the order of the file."""
+    return [_cell_metrics(samples, cell) for cell in samples.cells]
+
+
+def _cell_metrics(samples: Samples, cell: CellRecord) -> CellMetrics:
+    rounds = [r for r in samples.rounds if r.cell == cell.cell and not r.warmup]
+    measured = {r.round for r in rounds}
+    # A forked parent is no request of a user: its answer is its children's.
+    requests = [
+        r
+        for r in samples.requests
+        if r.cell == cell.cell and r.round in measured and r.finish_reason != FORKED
+    ]
+    steps = [s for s in samples.steps if s.cell == cell.cell and s.round in measured]
+    verdicts = [v for v in samples.verifications if v.cell == cell.cell]
+    by_round, no_speed = _speed_by_round(rounds, requests)
+    return CellMetrics(
+        cell=cell,
+        num_rounds=len(rounds),
+        num_unverified_rounds=len(measured - {v.round for v in verdicts}),
+        num_requests=len(requests),
+        num_never=sum(r.finish_reason == "never" for r in requests),
+        num_aborted=sum(r.finish_reason not in (*COMPLETED, "never") for r in requests),
+        tok_per_s_by_round=by_round,
+        tok_per_s=Metric.of(stats.median(list(by_round.values())), no_speed),
+        **_latency_metrics(requests),
+        **_step_metrics(steps),
+        **_counter_metrics(rounds),
+        **_verification_metrics(verdicts),
+        **_memory_metrics(rounds),
+    )
+
+
+def _speed_by_round(
+    rounds: Sequence[RoundRecord], requests: Sequence[RequestRecord]
+) -> tuple[dict[int, float], str]:
+    """Output tokens a second of each round that has a speed, and why there may be none."""
+    if not rounds:
+        return {}, "no measured round"
+    if requests and not any(r.finish_reason in COMPLETED for r in requests):
+        return {}, "no request was completed"
+    speeds = {
+        r.round: r.num_output_tokens / r.wall_s
+        for r in rounds
+        if r.wall_s > 0 and r.num_output_tokens > 0
+    }
+    return speeds, "no round had an output token and took time"
+
+
+def _latency_metrics(requests: Sequence[RequestRecord]) -> dict[str, Metric]:
+    completed = [r for r in requests if r.finish_reason in COMPLETED]
+    times = [request_times(r) for r in completed]
+    ttft_ms = [t.ttft_s * 1e3 for t in times if t.ttft_s is not None]
+    tpot_ms = [t.tpot_s * 1e3 for t in times if t.tpot_s is not None]
+    itl_ms = [gap * 1e3 for t in times for gap in t.itl_s]
+    if not requests:
+        no_token = no_second = "no request in a measured round"
+    elif not completed:
+        no_token = no_second = "no request was completed"
+    else:
+        no_token, no_second = "no request had an output token", "no request had two output tokens"
+    return {
+        "ttft_ms_p50": Metric.of(stats.percentile(ttft_ms, 50), no_token),
+        "ttft_ms_p99": Metric.of(stats.percentile(ttft_ms, 99), no_token),
+        "tpot_ms": Metric.of(stats.percentile(tpot_ms, 50), no_second),
+        "itl_ms_p99": Metric.of(stats.percentile(itl_ms, 99), no_second),
+    }
+
+
+def _step_metrics(steps: Sequence[StepRecord]) -> dict[str, Metric]:
+    host_us = [sum(s.host_us.values()) for s in steps]
+    step_ms = [
+        (host + s.wait_us + s.result_wait_us) / 1e3 for host, s in zip(host_us, steps, strict=True)
+    ]
+    mean_wait_us = sum(s.wait_us for s in steps) / len(steps) if steps else None
+    reason = "no step in a measured round"
+    return {
+        "step_ms_p50": Metric.of(stats.percentile(step_ms, 50), reason),
+        "host_us_per_step": Metric.of(stats.median(host_us), reason),
+        "wait_us_per_step": Metric.of(mean_wait_us, reason),
+    }
+
+
+def _counter_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
+    def median_of(name: str) -> Metric:
+        return _over_rounds(stats.median, (r.counters.get(name) for r in rounds), name)
+
+    peaks = (r.counters.get("withheld_peak") for r in rounds)
+    return {
+        "withheld_blocks_peak": _over_rounds(_largest, peaks, "withheld_peak"),
+        "withheld_block_ms": median_of("withheld_block_ms"),
+        "block_copies": median_of("num_block_copies"),
+        "later": median_of("num_later"),
+        "preemptions": median_of("num_preemptions"),
+    }
+
+
+def _verification_metrics(verdicts: Sequence[VerificationRecord]) -> dict[str, Metric]:
+    if not any(v.checked_requests for v in verdicts):
+        unverified = Metric(None, "no request was verified")
+        return dict.fromkeys(("wrong_requests", "near_ties", "max_logprob_diff"), unverified)
+    diffs = [v.max_logprob_diff for v in verdicts if v.checked_requests]
+    # One round without a finite difference must not hide behind the others' small ones.
+    known = [diff for diff in diffs if diff is not None]
+    worst = max(known) if len(known) == len(diffs) else None
+    return {
+        "wrong_requests": Metric(sum(v.wrong_requests for v in verdicts)),
+        "near_ties": Metric(sum(v.near_ties for v in verdicts)),
+        "max_logprob_diff": Metric.of(worst, "a round has no finite log-probability difference"),
+    }
+
+
+def _memory_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
+    def largest_mib(collector: str, key: str) -> Metric:
+        sizes = [r.memory.get(key) for r in rounds]
+        reasons = [(r.memory.get("reasons") or {}).get(collector) for r in rounds]
+        reason = next((f"{collector}: {text}" for text in reasons if text), f"no {key} recorded")
+        known = [size / 2**20 for size in sizes if isinstance(size, (int, float))]
+        return Metric.of(max(known, default=None), reason)
+
+    return {
+        "nvml_used_mib": largest_mib("nvml", "nvml_used_bytes"),
+        "torch_peak_mib": largest_mib("allocator", "torch_peak_allocated_bytes"),
+        "process_rss_mib": largest_mib("process", "process_rss_bytes"),
+    }
+
+
+def _largest(values: Sequence[float]) -> float | None:
+    return max(values, default=None)
+
+
+def _over_rounds(
+    combine: Callable[[Sequence[float]], float | None],
+    values: Iterable[float | None],
+    name: str,
+) -> Metric:
+    known = [value for value in values if value is not None]
+    return Metric.of(combine(known), f"no round counted {name}")

@@ -1,0 +1,35 @@
+"""The table as GitHub-flavoured Markdown, every column in it.
+
+Knows Markdown; does not compute anything. Invariant: no value can break the table's cells.
+"""
+
+from __future__ import annotations
+
+from tabulate import tabulate
+
+from bench.report.display import display, shown_columns
+from bench.report.notes import LEGEND
+from bench.report.table import Table
+
+
+def render_markdown(table: Table) -> str:
+    """The table, its footnotes, notes and legend, ending with a newline."""
+    shown = display(table, shown_columns(table))
+    grid = tabulate(
+        [[_escape(text) for text in row] for row in shown.rows],
+        headers=[_escape(column.title) for column in shown.columns],
+        tablefmt="github",
+        disable_numparse=True,
+        colalign=["left" if c.kind == "axis" else "right" for c in shown.columns],
+    )
+    footnotes = [f"({i}) {text}" for i, text in enumerate(shown.footnotes, 1)]
+    remarks = [f"- {_escape(text)}" for text in (*footnotes, *table.notes, *LEGEND)]
+    title = f"**{_escape(table.run.workload)}** on {_escape(table.run.profile)}"
+    return "\n".join([title, "", grid, "", *remarks]) + "\n"
+
+
+def _escape(text: str) -> str:
+    """Keep what would end a cell or begin markup as the characters it is."""
+    for character in ("\\", "|", "*", "_", "`", "<"):
+        text = text.replace(character, "\\" + character)
+    return " ".join(text.split())

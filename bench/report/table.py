@@ -1,0 +1,167 @@
+"""Samples -> the comparison table: columns, rows, notes. What it says, not how it looks.
+
+Knows the metrics and what a reader must be told about a run; knows no output format. Invariant: a
+pure function of the samples, so exporting a results file again gives the same table. A value that
+is undefined, or is not finite, is None and its reason stands in the row's `undefined`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from bench.metrics import CellMetrics, Metric, compute_metrics
+from bench.report.notes import build_notes
+from bench.samples import RunRecord, Samples
+from bench.stats import PairedRatio, paired_ratio
+
+Kind = Literal["axis", "number", "count", "small", "ratio", "bound"]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column. `key` names it in JSON and CSV; `header` on paper, its lines split by `\\n`.
+
+    `kind` says what its values are: `axis` a setting, `number` a measured figure, `count` a whole
+    number, `small` a figure near 0 shown with its power of ten, `ratio` a quotient, `bound` an end
+    of the interval of the ratio to its left, with which it is shown.
+    """
+
+    key: str
+    header: str
+    kind: Kind
+
+    @property
+    def title(self) -> str:
+        """The header on one line."""
+        return self.header.replace("\n", " ")
+
+
+METRIC_COLUMNS = (
+    Column("tok_per_s", "tok/s", "number"),
+    Column("ttft_ms_p50", "TTFT p50\nms", "number"),
+    Column("ttft_ms_p99", "TTFT p99\nms", "number"),
+    Column("tpot_ms", "TPOT\nms", "number"),
+    Column("itl_ms_p99", "ITL p99\nms", "number"),
+    Column("step_ms_p50", "step p50\nms", "number"),
+    Column("host_us_per_step", "host\nus/step", "number"),
+    Column("wait_us_per_step", "wait\nus/step", "number"),
+    Column("withheld_blocks_peak", "withheld\npeak", "count"),
+    Column("withheld_block_ms", "withheld\nblock-ms", "number"),
+    Column("block_copies", "block\ncopies", "count"),
+    Column("later", "LATER", "count"),
+    Column("preemptions", "preemptions", "count"),
+    Column("wrong_requests", "wrong\nrequests", "count"),
+    Column("max_logprob_diff", "max dlogp\nnats", "small"),
+    Column("vs_baseline", "vs baseline", "ratio"),
+    Column("vs_baseline_low", "vs baseline low", "bound"),
+    Column("vs_baseline_high", "vs baseline high", "bound"),
+    Column("nvml_used_mib", "NVML used\nMiB", "number"),
+    Column("torch_peak_mib", "torch peak\nMiB", "number"),
+    Column("process_rss_mib", "RSS\nMiB", "number"),
+)
+FIRST_AXES = ("release", "free_order")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One cell's figures: `values` has every column's key, `undefined` the reasons of the Nones."""
+
+    values: dict[str, Any]
+    undefined: dict[str, str]
+    unsafe: bool
+    baseline: bool
+    all_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All that is printed of a run."""
+
+    run: RunRecord
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def footnotes(self) -> tuple[str, ...]:
+        """Each reason for an undefined value once, in the order of rows and columns."""
+        return tuple(
+            dict.fromkeys(reason for row in self.rows for reason in row.undefined.values())
+        )
+
+    @property
+    def num_wrong_requests(self) -> int:
+        """Wrong requests over all rows; unverified rows have none to count."""
+        return sum(int(row.values["wrong_requests"] or 0) for row in self.rows)
+
+    @property
+    def nothing_completed(self) -> bool:
+        """Whether some cell completed not one request: it has no result, whatever its times say."""
+        return any(row.all_failed for row in self.rows)
+
+
+def build_table(samples: Samples) -> Table:
+    """The table of a results file, a row per cell in the order of the file."""
+    metrics = compute_metrics(samples)
+    ratios = _ratios(metrics, samples.run.seed)
+    axes = _axis_columns(samples)
+    return Table(
+        run=samples.run,
+        columns=(*axes, *METRIC_COLUMNS),
+        rows=tuple(_row(cell, axes, ratio) for cell, ratio in zip(metrics, ratios, strict=True)),
+        notes=build_notes(samples, metrics, ratios),
+    )
+
+
+def _axis_columns(samples: Samples) -> tuple[Column, ...]:
+    """`release` and `free_order` first, then the others in the order the file names them."""
+    named = [*samples.run.axes, *(name for cell in samples.cells for name in cell.axes)]
+    used = {name for cell in samples.cells for name in cell.axes}
+    names = [name for name in dict.fromkeys([*FIRST_AXES, *named]) if name in used]
+    return tuple(Column(name, name.replace("_", "\n", 1), "axis") for name in names)
+
+
+def _ratios(metrics: list[CellMetrics], seed: int) -> list[PairedRatio | None]:
+    baseline = next((m for m in metrics if m.cell.baseline), None)
+    if baseline is None:
+        return [None] * len(metrics)
+    reference = baseline.tok_per_s_by_round
+    return [paired_ratio(m.tok_per_s_by_round, reference, seed=seed) for m in metrics]
+
+
+def _row(cell: CellMetrics, axes: tuple[Column, ...], ratio: PairedRatio | None) -> Row:
+    values: dict[str, Any] = {column.key: cell.cell.axes.get(column.key) for column in axes}
+    undefined: dict[str, str] = {}
+    compared = _ratio_metrics(ratio)
+    for column in METRIC_COLUMNS:
+        metric = compared.get(column.key) or getattr(cell, column.key)
+        value, reason = metric.value, metric.reason
+        if value is not None and not math.isfinite(value):
+            value, reason = None, "not a finite number"
+        elif value is not None and float(value).is_integer() and column.kind == "count":
+            value = int(value)
+        values[column.key] = value
+        if value is None:
+            undefined[column.key] = reason
+    return Row(
+        values,
+        undefined,
+        unsafe=cell.cell.unsafe,
+        baseline=cell.cell.baseline,
+        all_failed=cell.all_failed,
+    )
+
+
+def _ratio_metrics(ratio: PairedRatio | None) -> dict[str, Metric]:
+    if ratio is None:
+        none = Metric(None, "no round to compare with the baseline's")
+        return {"vs_baseline": none, "vs_baseline_low": none, "vs_baseline_high": none}
+    low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None)
+    reason = "one round has no interval"
+    return {
+        "vs_baseline": Metric(ratio.ratio),
+        "vs_baseline_low": Metric.of(low, reason),
+        "vs_baseline_high": Metric.of(high, reason),
+    }

@@ -1,0 +1,48 @@
+"""The JSON document and the JSON lines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench.report.json import render_json, render_jsonl
+from bench.report.table import build_table
+
+
+def strict(text):
+    """Parse, refusing NaN and infinities (memtier#271, ginkgo#514)."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_the_document_holds_run_rows_notes_and_footnotes(comparison):
+    """All that the text table says, and the environment it was measured in."""
+    document = strict(render_json(build_table(comparison)))
+    assert list(document) == ["run", "rows", "notes", "footnotes"]
+    assert document["run"]["environment"] == {"host": "test"}
+    assert document["rows"][1]["release"] == "early"
+    assert document["rows"][1]["unsafe"] is True
+    assert document["footnotes"][0] == "nvml: no usable NVIDIA driver"
+
+
+def test_undefined_is_null_with_its_reason(comparison):
+    """null, never 0, and why."""
+    row = strict(render_json(build_table(comparison)))["rows"][0]
+    assert row["nvml_used_mib"] is None
+    assert row["undefined"]["nvml_used_mib"] == "nvml: no usable NVIDIA driver"
+
+
+def test_a_run_that_failed_throughout_is_null_throughout(synthetic):
+    """All requests failed: percentiles are null, not 0 (sglang#35005)."""
+    run = synthetic()
+    run.round(run.cell(), requests=[(0.0, (), "abort")])
+    (row,) = strict(render_json(build_table(run.end())))["rows"]
+    for key in ("tok_per_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms", "itl_ms_p99"):
+        assert row[key] is None
+
+
+def test_json_lines_are_the_rows(comparison):
+    """A line per row, the same objects as in the document."""
+    table = build_table(comparison)
+    lines = [strict(line) for line in render_jsonl(table).splitlines()]
+    assert lines == strict(render_json(table))["rows"]

@@ -1,0 +1,94 @@
+"""What the table says of a results file: its columns, rows and reasons."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.report.table import METRIC_COLUMNS, build_table
+
+
+def test_columns_stand_in_their_order_axes_first(synthetic):
+    """release and free_order lead whatever the order given; keys carry their unit."""
+    run = synthetic(axes={"fence": ["step"], "free_order": ["reverse"], "release": ["polled"]})
+    run.cell({"fence": "step", "free_order": "reverse", "release": "polled"})
+    keys = [column.key for column in build_table(run.end()).columns]
+    assert keys[:3] == ["release", "free_order", "fence"]
+    assert keys[3:6] == ["tok_per_s", "ttft_ms_p50", "ttft_ms_p99"]
+    assert keys.index("wrong_requests") < keys.index("vs_baseline") < keys.index("vs_baseline_high")
+    assert len(keys) == len(set(keys))
+
+
+def test_ratios_are_paired_round_by_round(comparison):
+    """A machine that halves its speed over the rounds leaves a ratio of exactly 2."""
+    rows = build_table(comparison).rows
+    assert [row.values["tok_per_s"] for row in rows] == [2.0, 2.0, 4.0]
+    assert [row.values["vs_baseline"] for row in rows] == [1.0, 1.0, 2.0]
+    assert (rows[2].values["vs_baseline_low"], rows[2].values["vs_baseline_high"]) == (2.0, 2.0)
+
+
+def test_unsafe_and_baseline_cells_are_flagged(comparison):
+    """The flags come from the file, not from luck."""
+    table = build_table(comparison)
+    assert [row.unsafe for row in table.rows] == [False, True, False]
+    assert [row.baseline for row in table.rows] == [True, False, False]
+    assert table.num_wrong_requests == 3
+
+
+def test_the_table_is_a_pure_function_of_the_file(comparison):
+    """Exporting twice gives the same table, intervals included."""
+    assert build_table(comparison) == build_table(comparison)
+
+
+def test_every_value_has_a_key_and_every_none_a_reason(synthetic):
+    """A cell that never ran: nothing is 0, everything is explained."""
+    run = synthetic()
+    run.cell(baseline=True)
+    (row,) = build_table(run.end("interrupted")).rows
+    for column in METRIC_COLUMNS:
+        assert row.values[column.key] is None
+        assert row.undefined[column.key]
+    assert build_table(run.read()).num_wrong_requests == 0
+
+
+def test_one_round_has_a_ratio_and_no_interval(synthetic):
+    """The ends of the interval are undefined, not equal to the ratio."""
+    run = synthetic()
+    run.round(run.cell(baseline=True))
+    (row,) = build_table(run.end()).rows
+    assert row.values["vs_baseline"] == 1.0
+    assert row.values["vs_baseline_low"] is None
+    assert row.undefined["vs_baseline_low"] == "one round has no interval"
+
+
+def test_without_a_baseline_there_is_no_ratio(synthetic):
+    """No baseline cell: undefined with its reason."""
+    run = synthetic()
+    run.round(run.cell())
+    (row,) = build_table(run.end()).rows
+    assert row.undefined["vs_baseline"] == "no round to compare with the baseline's"
+
+
+def test_a_value_that_is_not_finite_is_undefined(synthetic):
+    """A speed beyond the largest float is no number to print."""
+    run = synthetic()
+    run.round(run.cell(), wall_s=5e-324)
+    (row,) = build_table(run.end()).rows
+    assert row.undefined["tok_per_s"] == "not a finite number"
+
+
+@pytest.mark.parametrize("count", [3, 2.0])
+def test_whole_counts_are_integers(synthetic, count):
+    """A count is printed without a decimal point."""
+    run = synthetic()
+    run.round(run.cell(), counters={"num_later": count})
+    (row,) = build_table(run.end()).rows
+    assert isinstance(row.values["later"], int)
+
+
+def test_each_reason_is_one_footnote(synthetic):
+    """Two cells that lack NVML share the footnote."""
+    run = synthetic()
+    for _ in range(2):
+        run.round(run.cell())
+    footnotes = build_table(run.end()).footnotes
+    assert footnotes.count("nvml: no usable NVIDIA driver") == 1
