@@ -1,0 +1,121 @@
+"""Turn "these rows, that many tokens each" into the arrays of a `StepPlan`.
+
+Reads the sequence table and changes nothing in it. There is no prefill and no decode here: a row
+with more than one uncomputed token is a chunk, one with a single token decodes, and both are laid
+out the same way. A row samples when this step computes its last known token.
+
+What does not change from step to step (the sampling settings of an unchanged set of rows, their
+block tables while no table changed) is laid out once and shared by the plans, which never write it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepinfer.plan import Float32, Int32, Int64, Rows, StepPlan
+from deepinfer.sequence import RowCounters, SequenceTable
+
+NO_COPIES = np.empty((0, 2), np.int32)
+
+
+def split_budget(uncomputed: Int32, budget: int) -> Int32:
+    """Tokens each running sequence gets: decodes first, then chunks in order, int32 [S].
+
+    Args:
+        uncomputed: int32 [S], tokens known but not in the cache, >= 1 each.
+        budget: tokens of the step; at least the number of decodes.
+    """
+    if int(uncomputed.sum()) <= budget:
+        return uncomputed
+    decodes = uncomputed == 1
+    chunks = np.where(decodes, 0, uncomputed)
+    before = np.cumsum(chunks) - chunks
+    left = budget - int(np.count_nonzero(decodes))
+    granted = np.clip(left - before, 0, chunks)
+    return np.where(decodes, 1, granted).astype(np.int32)
+
+
+class PlanBuilder:
+    """Lays out plans over one sequence table."""
+
+    def __init__(self, seqs: SequenceTable) -> None:
+        self._seqs = seqs
+        self._rows: Rows | None = None  # whose settings and tables are laid out below
+        self._temperature: Float32 = np.empty(0, np.float32)
+        self._seeds: Int64 = np.empty(0, np.int64)
+        self._tables: Int32 = np.empty((0, 0), np.int32)
+        self._tables_version = -1
+        self._indices: Int32 = np.empty(0, np.int32)  # 0 ... S
+
+    def build(
+        self,
+        step: int,
+        rows: Rows,
+        counters: RowCounters,
+        num_scheduled: Int32,
+        copies: list[tuple[int, int]],
+        copy_sources: list[Int32],
+    ) -> StepPlan:
+        """One step over `rows`, intp [S], with their `counters` as they are now.
+
+        `num_scheduled` is int32 [S], >= 1 each. All arguments are kept, none is written.
+        """
+        seqs, num_seqs = self._seqs, len(rows)
+        computed = counters.num_computed_tokens
+        self._lay_out(rows)
+        if np.count_nonzero(num_scheduled == 1) == num_seqs:
+            # Every sequence decodes: token i belongs to sequence i.
+            positions, query_start = computed, self._indices
+            token_starts, table_starts = self._token_starts, self._table_starts
+        else:
+            query_start = np.zeros(num_seqs + 1, np.int32)
+            np.cumsum(num_scheduled, out=query_start[1:])
+            token_starts = np.repeat(self._token_starts, num_scheduled)
+            table_starts = np.repeat(self._table_starts, num_scheduled)
+            positions = np.repeat(computed - query_start[:-1], num_scheduled)
+            positions += np.arange(len(positions), dtype=np.int32)
+        context_lens = computed + num_scheduled
+        samples = context_lens == counters.num_tokens
+        all_sample = np.count_nonzero(samples) == num_seqs
+        sample_seq = self._indices[:-1] if all_sample else samples.nonzero()[0].astype(np.int32)
+        return StepPlan(
+            step=step,
+            rows=rows,
+            epochs=counters.epochs,
+            num_scheduled=num_scheduled,
+            query_start=query_start,
+            context_lens=context_lens,
+            token_ids=seqs.token_ids.ravel().take(token_starts + positions),
+            positions=positions,
+            slot_mapping=self._slots(table_starts, positions),
+            block_tables=self._tables,
+            sample_seq=sample_seq,
+            temperature=self._temperature if all_sample else self._temperature[sample_seq],
+            seeds=self._seeds if all_sample else self._seeds[sample_seq],
+            sample_positions=context_lens if all_sample else context_lens[sample_seq],
+            block_copies=np.array(copies, np.int32) if copies else NO_COPIES,
+            copy_sources=tuple(copy_sources),
+        )
+
+    def _slots(self, table_starts: Rows, positions: Int32) -> Int64:
+        """block_id * block_size + offset of each token, int64 [T]."""
+        block_size = self._seqs.block_size
+        columns = positions // block_size
+        slots = self._seqs.block_tables.ravel().take(table_starts + columns).astype(np.int64)
+        slots -= columns
+        slots *= block_size
+        slots += positions  # = table[column] * size + (position - column * size)
+        return slots
+
+    def _lay_out(self, rows: Rows) -> None:
+        seqs = self._seqs
+        if rows is not self._rows:  # the scheduler makes a new array for every new set of rows
+            self._temperature, self._seeds = seqs.temperature[rows], seqs.seeds[rows]
+            self._indices = np.arange(len(rows) + 1, dtype=np.int32)
+            self._token_starts = rows * seqs.token_ids.shape[1]
+            self._table_starts = rows * seqs.block_tables.shape[1]
+        if rows is not self._rows or self._tables_version != seqs.tables_version:
+            width = int(seqs.num_blocks[rows].max())
+            self._tables = seqs.block_tables[:, :width].take(rows, axis=0)
+            self._tables_version = seqs.tables_version
+        self._rows = rows
