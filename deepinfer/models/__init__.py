@@ -1,0 +1,1 @@
+"""Networks that compute over the paged KV cache, and their weights."""

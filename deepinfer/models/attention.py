@@ -1,0 +1,355 @@
+"""Attention of one step over the paged cache: which rows are read, how, and in what batches.
+
+`PagedAttention.prepare` turns a `StepPlan` into metadata once per step; `forward` applies it in
+every layer. Three kinds of work come out of one plan:
+
+    chunk    a sequence with more than one query: its rows are gathered, one causal attention
+    shared   decodes whose tables start with the same complete blocks (forks of one prompt): their
+             queries form ONE block over the shared rows, gathered and rotated once, and are merged
+             with each sequence's own rows by log-sum-exp (FlashAttention, arXiv:2205.14135,
+             section 3.1; the same idea for prefixes: Hydragen, arXiv:2402.05099)
+    alone    the other decodes, in padded batches; lengths in a batch differ by at most 2x
+
+Keys come out of the cache unrotated and are rotated here, at the position their table column gives
+them (see `deepinfer.cache_engine`). Rows are gathered head by head, so that every matrix product
+and rotation runs over contiguous memory:
+
+    index [n, kv_heads, length] = slot * kv_heads + head        K, V [n, kv_heads, length, head_dim]
+
+Knows nothing of layers' weights, sampling or block ownership. Invariant: a row outside a sequence's
+first `context_len` positions never influences it; padding reads block 0 and is masked out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deepinfer.cache_engine import KVCache
+from deepinfer.config import ModelConfig
+from deepinfer.device.base import Device
+from deepinfer.models.rope import apply_rope, rope_table
+from deepinfer.plan import StepPlan
+
+Ints = NDArray[np.integer[Any]]
+
+MIN_SHARED_ROWS = 256
+"""A group must save at least this many row reads a layer: below it, its launches cost more."""
+
+MAX_GATHER_ROWS = 1 << 15
+"""Most rows (padding included) gathered at once: bounds the workspace, 64 MiB at 2 KiB a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows to gather for n sequences of up to `length` positions.
+
+    `index` int64 [n * kv_heads * length]; `rope` complex64 [1 or n, 1, length, head_dim / 2];
+    `mask` bool [n, 1, 1, length], True = valid, or None if nothing is padded.
+    """
+
+    num_seqs: int
+    length: int
+    index: Tensor
+    rope: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence's queries `tokens` over its rows; `mask` [1, 1, rep * Tq, ctx] or None if the
+    queries are all of its positions."""
+
+    tokens: slice
+    rows: Rows
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """A padded batch of single queries; `tokens` int64 [n] are their places in the step."""
+
+    tokens: Tensor
+    rows: Rows
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDecodes:
+    """Single queries over common rows, then each over its own.
+
+    `tokens` int64 [G]; `tails` are (slice of the G queries, their own rows).
+    """
+
+    tokens: Tensor
+    prefix: Rows
+    tails: list[tuple[slice, Rows]]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What all layers of one step share."""
+
+    slots: Tensor  # int64 [T], where the new rows go
+    rope: Tensor  # complex64 [T, 1, head_dim / 2], of the queries
+    chunks: list[Chunk]
+    alone: list[Decodes]
+    shared: list[SharedDecodes]
+
+
+class PagedAttention:
+    """Grouped-query attention over a `KVCache` on any torch device.
+
+    Not thread-safe: the workspaces belong to the step that runs now, on one stream.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        cache: KVCache,
+        device: Device,
+        max_model_len: int,
+        *,
+        min_shared_rows: int = MIN_SHARED_ROWS,
+    ) -> None:
+        self._cache = cache
+        self._device = device
+        self._min_shared_rows = min_shared_rows
+        self._kv_heads = config.num_key_value_heads
+        self._repeat = config.num_attention_heads // config.num_key_value_heads
+        self._head_dim = config.head_dim
+        self._scale = config.head_dim**-0.5
+        self._rope = rope_table(config, max_model_len, device.torch_device)
+        self._workspaces: list[Tensor] = [cache.keys(0).new_empty(0) for _ in range(2)]
+
+    # -- once per step -------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> AttentionPlan:
+        """Group the sequences of `plan` and put what the layers need on the device."""
+        decoding = np.flatnonzero(plan.num_scheduled == 1)
+        groups = shared_groups(
+            plan.block_tables[decoding],
+            (plan.context_lens[decoding] - 1) // self._cache.block_size,
+            max(self._min_shared_rows // self._cache.block_size, 1),
+        )
+        lonely = np.ones(len(decoding), bool)
+        for members, _ in groups:
+            lonely[members] = False
+        positions = self._device.upload(plan.positions)
+        return AttentionPlan(
+            slots=self._device.upload(plan.slot_mapping),
+            rope=self._rope[positions][:, None],
+            chunks=[self._chunk(plan, i) for i in np.flatnonzero(plan.num_scheduled > 1).tolist()],
+            alone=[
+                Decodes(self._device.upload(plan.query_start[seqs].astype(np.int64)), rows)
+                for seqs, rows in self._padded(plan, decoding[lonely], 0)
+            ],
+            shared=[self._shared(plan, decoding[members], num) for members, num in groups],
+        )
+
+    def _chunk(self, plan: StepPlan, seq: int) -> Chunk:
+        start, end = int(plan.query_start[seq]), int(plan.query_start[seq + 1])
+        context = int(plan.context_lens[seq])
+        rows = self._rows(plan, np.array([seq], np.int32), 0, context)
+        mask = None
+        if end - start < context:
+            keys = torch.arange(context, device=rows.index.device)
+            mask = keys <= keys[context - (end - start) :, None]
+            mask = mask.repeat(self._repeat, 1)[None, None]
+        return Chunk(slice(start, end), rows, mask)
+
+    def _shared(self, plan: StepPlan, seqs: Ints, num_blocks: int) -> SharedDecodes:
+        length = num_blocks * self._cache.block_size
+        prefix = self._rows(plan, seqs[:1], 0, length)
+        tails, ordered, begin = [], [], 0
+        for members, rows in self._padded(plan, seqs, num_blocks):
+            tails.append((slice(begin, begin + len(members)), rows))
+            ordered.append(members)
+            begin += len(members)
+        tokens = plan.query_start[np.concatenate(ordered)].astype(np.int64)
+        return SharedDecodes(self._device.upload(tokens), prefix, tails)
+
+    def _padded(self, plan: StepPlan, seqs: Ints, first_block: int) -> list[tuple[Ints, Rows]]:
+        """Batches of sequences by length from `first_block` on, within 2x and the row budget."""
+        batches = []
+        lengths = plan.context_lens[seqs] - first_block * self._cache.block_size
+        order = np.argsort(-lengths, kind="stable")
+        seqs, lengths = seqs[order], lengths[order]
+        begin = 0
+        while begin < len(seqs):
+            longest = int(lengths[begin])
+            end = int(np.searchsorted(-lengths, -longest / 2, side="right"))
+            end = min(end, begin + max(MAX_GATHER_ROWS // longest, 1))
+            batch = seqs[begin:end]
+            batches.append((batch, self._rows(plan, batch, first_block, longest)))
+            begin = end
+        return batches
+
+    def _rows(self, plan: StepPlan, seqs: Ints, first_block: int, length: int) -> Rows:
+        """The rows of `length` positions from `first_block` on; slots are made on the device."""
+        size = self._cache.block_size
+        num_blocks = -(-length // size)
+        begin = first_block * size
+        table = plan.block_tables[seqs, first_block : first_block + num_blocks]
+        blocks = self._device.upload(np.ascontiguousarray(table)).long()
+        offsets = torch.arange(size, device=blocks.device)
+        slots = (blocks[:, :, None] * size + offsets).flatten(1)[:, :length]
+        mask = None
+        valid = plan.context_lens[seqs] - begin
+        if (valid < length).any():
+            lengths = self._device.upload(valid.astype(np.int32))
+            within = torch.arange(length, device=blocks.device) < lengths[:, None]
+            slots = slots.masked_fill(~within, 0)
+            mask = within[:, None, None]
+        heads = torch.arange(self._kv_heads, device=blocks.device)
+        index = slots[:, None] * self._kv_heads + heads[:, None]
+        rope = self._rope[begin : begin + length][None, None]
+        return Rows(len(seqs), length, index.flatten(), rope, mask)
+
+    # -- once per layer ------------------------------------------------------------------------
+
+    def forward(self, layer: int, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store the new rows of a layer, then attend.
+
+        Args:
+            q: [T, heads, head_dim], not yet rotated.
+            k: [T, kv_heads, head_dim], not yet rotated.
+            v: [T, kv_heads, head_dim].
+
+        Returns:
+            [T, heads * head_dim].
+        """
+        self._cache.write(layer, plan.slots, k, v)
+        q = apply_rope(q, plan.rope)
+        out = torch.empty_like(q)
+        for chunk in plan.chunks:
+            out[chunk.tokens] = self._attend_chunk(layer, chunk, q[chunk.tokens])
+        for batch in plan.alone:
+            out.index_copy_(0, batch.tokens, self._attend_alone(layer, batch, q))
+        for group in plan.shared:
+            out.index_copy_(0, group.tokens, self._attend_shared(layer, group, q))
+        return out.flatten(1)
+
+    def _attend_chunk(self, layer: int, chunk: Chunk, q: Tensor) -> Tensor:
+        """[Tq, heads, head_dim] of one sequence's queries."""
+        k, v = self._gather(layer, chunk.rows)
+        queries = q.transpose(0, 1)[None]
+        if chunk.mask is None:
+            out = F.scaled_dot_product_attention(queries, k, v, is_causal=True, enable_gqa=True)
+            return out[0].transpose(0, 1)
+        # Heads of a group are folded into the query length: with a mask, the fused kernels take
+        # that on every device, grouped heads they do not.
+        folded = queries.reshape(1, self._kv_heads, -1, self._head_dim)
+        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=chunk.mask)
+        return out.reshape(-1, q.shape[0], self._head_dim).transpose(0, 1)
+
+    def _attend_alone(self, layer: int, batch: Decodes, q: Tensor) -> Tensor:
+        """[n, heads, head_dim] of one padded batch."""
+        k, v = self._gather(layer, batch.rows)
+        queries = self._queries(q, batch.tokens)
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=batch.rows.mask)
+        return out.flatten(1, 2)
+
+    def _attend_shared(self, layer: int, group: SharedDecodes, q: Tensor) -> Tensor:
+        """[G, heads, head_dim] of one group, in the order of `group.tokens`."""
+        queries = self._queries(q, group.tokens)
+        k, v = self._gather(layer, group.prefix)
+        # [G, kv_heads, rep, d] -> [1, kv_heads, G * rep, d], and back for each statistic.
+        folded = queries.transpose(0, 1).reshape(1, self._kv_heads, -1, self._head_dim)
+        prefix = tuple(
+            part.view(self._kv_heads, -1, self._repeat, part.shape[-1]).transpose(0, 1)
+            for part in self._partial(folded, k, v, None)
+        )
+        out = torch.empty_like(queries)
+        for members, rows in group.tails:
+            k, v = self._gather(layer, rows)
+            tail = self._partial(queries[members], k, v, rows.mask)
+            out[members] = _merge([part[members] for part in prefix], tail)
+        return out.flatten(1, 2)
+
+    def _queries(self, q: Tensor, tokens: Tensor) -> Tensor:
+        """The queries of `tokens`, heads by group: [n, kv_heads, rep, head_dim]."""
+        return q.index_select(0, tokens).view(-1, self._kv_heads, self._repeat, self._head_dim)
+
+    def _partial(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention over some of the rows: unnormalised sum, maximum and sum of exponentials.
+
+        q [n, kv_heads, Q, d], k and v [n, kv_heads, L, d] -> float32 [n, kv_heads, Q, d | 1 | 1].
+        """
+        keys = k.float().flatten(0, 1).transpose(1, 2)
+        queries = q.float().flatten(0, 1)
+        scores = torch.bmm(queries * self._scale, keys).view(*q.shape[:3], -1)
+        if mask is not None:
+            scores.masked_fill_(~mask, -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        summed = torch.bmm(weights.flatten(0, 1).to(v.dtype), v.flatten(0, 1))
+        return summed.float().view(q.shape), top, total
+
+    def _gather(self, layer: int, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Rotated K and V of `rows`, [n, kv_heads, length, head_dim], in the workspaces."""
+        gathered = []
+        for i, source in enumerate(self._cache.head_rows(layer)):
+            num = rows.index.shape[0]
+            if self._workspaces[i].numel() < num * self._head_dim:
+                self._workspaces[i] = source.new_empty(num * self._head_dim)
+            target = self._workspaces[i][: num * self._head_dim].view(num, self._head_dim)
+            torch.index_select(source, 0, rows.index, out=target)
+            shape = (rows.num_seqs, self._kv_heads, rows.length, self._head_dim)
+            gathered.append(target.view(shape))
+        return apply_rope(gathered[0], rows.rope, inplace=True), gathered[1]
+
+
+def _merge(a: list[Tensor], b: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """The attention over the union of two disjoint sets of rows, from their `_partial` results."""
+    (sum_a, top_a, total_a), (sum_b, top_b, total_b) = a, b
+    top = torch.maximum(top_a, top_b)
+    scale_a, scale_b = (top_a - top).exp_(), (top_b - top).exp_()
+    return (sum_a * scale_a + sum_b * scale_b) / (total_a * scale_a + total_b * scale_b)
+
+
+def shared_groups(tables: Ints, num_complete: Ints, min_saved: int) -> list[tuple[Ints, int]]:
+    """Sequences whose tables start with the same blocks, and how many blocks they share.
+
+    A group splits where its tables part if that saves more reads (forks of forks, several prompts
+    behind one system prompt). Every member keeps at least one row of its own.
+
+    Args:
+        tables: int32 [D, W].
+        num_complete: int32 [D], leading blocks of each that may be shared.
+        min_saved: fewest block reads, (members - 1) * shared blocks, that make a group.
+
+    Returns:
+        (int64 [G] indices into the D sequences, shared blocks); groups are disjoint.
+    """
+    found = _split(tables, num_complete, np.arange(len(tables)), 0)
+    return [(members, num) for members, num in found if (len(members) - 1) * num >= min_saved]
+
+
+def _split(tables: Ints, limit: Ints, members: Ints, column: int) -> list[tuple[Ints, int]]:
+    """Groups of two or more among `members`, whose tables agree before `column`."""
+    longer = members[limit[members] > column]
+    if len(longer) < 2:
+        return []
+    blocks, group_of = np.unique(tables[longer, column], return_inverse=True)
+    if len(blocks) == len(longer):
+        return []
+    groups: list[tuple[Ints, int]] = []
+    for number in np.flatnonzero(np.bincount(group_of) > 1).tolist():
+        same = longer[group_of == number]
+        most = int(limit[same].min())
+        differs = (tables[same, column:most] != tables[same[0], column:most]).any(axis=0)
+        shared = column + (int(differs.argmax()) if differs.any() else most - column)
+        parts = _split(tables, limit, same, shared)
+        apart = sum((len(part) - 1) * num for part, num in parts)
+        groups += parts if apart > (len(same) - 1) * shared else [(same, shared)]
+    return groups
