@@ -1,0 +1,1 @@
+"""What `profile` measures, one module per subcommand."""

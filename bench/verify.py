@@ -1,0 +1,239 @@
+"""The dense reference, and the verdict on what an engine emitted.
+
+The reference computes a whole sequence at once: no paging, no sharing, no chunks, full causal
+attention, keys rotated when they are made. It shares the weights and torch's kernels with the
+engine, and none of its attention, cache or batching code.
+
+Each emitted token is judged at its own position, given the tokens the engine really had before it,
+so one wrong token is one wrong token. With temperature, the token's score includes the same noise
+the engine drew (`deepinfer.sampling.gumbel_noise`).
+
+Knows nothing of how the engine came to its tokens. Invariant: a verdict is a function of tokens,
+sampling, log-probabilities and tolerances; the memo changes its price, never its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deepinfer.config import ModelConfig
+from deepinfer.models.weights import LayerWeights, Qwen3Weights
+from deepinfer.sampling import gumbel_noise
+
+MAX_BATCH_TOKENS = 4096
+"""Tokens of a reference batch; bounds its memory at a few KiB of activations each."""
+
+Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerances:
+    """How far arithmetic in another order may move a number.
+
+    Attributes:
+        score: a token whose score (logit / temperature + noise) is this close to the best is a near
+            tie, not wrong.
+        logprob: largest difference of log-probabilities, in nats.
+    """
+
+    score: float
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What an engine emitted for one request.
+
+    Attributes:
+        token_ids: prompt, then output; for a forked child its whole history.
+        num_prompt: tokens before the first of its own outputs, >= 1.
+        temperature: 0 = greedy.
+        seed: of its noise.
+        logprobs: one per output, as the engine reported them.
+    """
+
+    token_ids: Sequence[int]
+    num_prompt: int
+    temperature: float
+    seed: int
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestVerdict:
+    """The judgement of one request.
+
+    Attributes:
+        wrong_positions: positions in `token_ids` whose token the reference would not have emitted.
+        near_ties: tokens that are not the best but within the score tolerance of it.
+        max_logprob_diff: largest |engine - reference| log-probability; 0 without outputs.
+        wrong: any wrong position, or a log-probability further off than its tolerance.
+    """
+
+    wrong_positions: tuple[int, ...]
+    near_ties: int
+    max_logprob_diff: float
+    wrong: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """What the reference says of the emitted tokens, each float32 [num_outputs].
+
+    `gaps` is the best score minus the emitted token's; `logprobs` are the emitted tokens'.
+    """
+
+    gaps: Float32
+    logprobs: Float32
+
+
+_Key = tuple[bytes, int, float, int]
+
+
+class DenseReference:
+    """Judges emissions by a dense forward with the engine's weights, on the weights' device."""
+
+    def __init__(
+        self,
+        weights: Qwen3Weights,
+        config: ModelConfig,
+        *,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
+    ) -> None:
+        self._weights = weights
+        self._config = config
+        self._max_batch_tokens = max_batch_tokens
+        self._memo: dict[_Key, _Judged] = {}
+
+    def check(self, emission: Emission, tolerances: Tolerances) -> RequestVerdict:
+        """The verdict on one request."""
+        return self.check_all([emission], tolerances)[0]
+
+    def check_all(
+        self, emissions: Sequence[Emission], tolerances: Tolerances
+    ) -> list[RequestVerdict]:
+        """The verdict on each request; equal lengths share a forward, equal emissions one row."""
+        by_length: dict[int, dict[_Key, Emission]] = {}
+        for emission in emissions:
+            if _key(emission) not in self._memo and len(emission.logprobs):
+                by_length.setdefault(len(emission.token_ids), {})[_key(emission)] = emission
+        for length, pending in by_length.items():
+            keys = list(pending)
+            size = max(self._max_batch_tokens // length, 1)
+            for begin in range(0, len(keys), size):
+                batch = keys[begin : begin + size]
+                self._memo.update(
+                    zip(batch, self._judge([pending[key] for key in batch]), strict=True)
+                )
+        return [
+            _verdict(emission, self._memo.get(_key(emission)), tolerances) for emission in emissions
+        ]
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Tensor) -> Tensor:
+        """float32 logits [B, N, vocab_size] of int64 `token_ids` [B, N]."""
+        return self._head(self._hidden(token_ids))
+
+    @torch.inference_mode()
+    def _judge(self, emissions: list[Emission]) -> list[_Judged]:
+        """Judge requests of equal length in one forward."""
+        device = self._weights.embedding.device
+        token_ids = torch.tensor(
+            np.array([emission.token_ids for emission in emissions], np.int64), device=device
+        )
+        hidden = self._hidden(token_ids[:, :-1])
+        judged = []
+        for emission, states, tokens in zip(emissions, hidden, token_ids, strict=True):
+            first = emission.num_prompt
+            logits = self._head(states[first - 1 :])
+            chosen = tokens[first:, None]
+            logprobs = logits.log_softmax(-1).gather(1, chosen)[:, 0]
+            scores = logits
+            if emission.temperature > 0:
+                positions = torch.arange(first, len(tokens), device=device)
+                noise = gumbel_noise(
+                    torch.full_like(positions, emission.seed), positions, logits.shape[1]
+                )
+                scores = logits / emission.temperature + noise
+            gaps = scores.amax(-1) - scores.gather(1, chosen)[:, 0]
+            judged.append(_Judged(gaps.cpu().numpy(), logprobs.cpu().numpy()))
+        return judged
+
+    def _hidden(self, token_ids: Tensor) -> Tensor:
+        """Hidden states [B, N, hidden_size] before the final norm."""
+        config = self._config
+        x = self._weights.embedding[token_ids]
+        cos, sin = _rotation(config, token_ids.shape[1], x.device)
+        for layer in self._weights.layers:
+            x = x + self._attention(layer, _rms_norm(x, layer.input_norm, config), cos, sin)
+            gate, up = (_rms_norm(x, layer.post_norm, config) @ layer.gate_up.T).chunk(2, -1)
+            x = x + (F.silu(gate) * up) @ layer.down.T
+        return x
+
+    def _attention(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Causal grouped-query attention of whole sequences, [B, N, hidden_size]."""
+        config = self._config
+        num_kv, size = config.num_key_value_heads, config.head_dim
+        split = [config.num_attention_heads * size, num_kv * size, num_kv * size]
+        q, k, v = (
+            part.reshape(*x.shape[:2], -1, size).transpose(1, 2)
+            for part in torch.split(x @ layer.qkv.T, split, dim=-1)
+        )
+        q = _rotate(_rms_norm(q, layer.q_norm, config), cos, sin)
+        k = _rotate(_rms_norm(k, layer.k_norm, config), cos, sin)
+        repeat = config.num_attention_heads // num_kv
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2).flatten(2) @ layer.out.T
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        normed = _rms_norm(hidden, self._weights.norm, self._config)
+        return (normed @ self._weights.head.T).float()
+
+
+def _rms_norm(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + config.rms_norm_eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def _rotation(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [length, head_dim / 2] of position * theta^(-2i / head_dim)."""
+    pair = torch.arange(config.head_dim // 2, dtype=torch.float32)
+    frequency = 1.0 / config.rope_theta ** (2 * pair / config.head_dim)
+    angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency).to(device)
+    return angle.cos(), angle.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the channel pairs (2i, 2i + 1) of [.., N, head_dim]."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return rotated.flatten(-2).to(x.dtype)
+
+
+def _key(emission: Emission) -> _Key:
+    tokens = np.asarray(emission.token_ids, np.int64).tobytes()
+    return tokens, emission.num_prompt, emission.temperature, emission.seed
+
+
+def _verdict(emission: Emission, judged: _Judged | None, tolerances: Tolerances) -> RequestVerdict:
+    if judged is None:
+        return RequestVerdict((), 0, 0.0, False)
+    wrong = np.flatnonzero(~(judged.gaps <= tolerances.score))  # NaN is wrong
+    near = int(((judged.gaps > 0) & (judged.gaps <= tolerances.score)).sum())
+    diffs = np.abs(np.asarray(emission.logprobs, np.float32) - judged.logprobs)
+    largest = float(diffs.max())
+    return RequestVerdict(
+        wrong_positions=tuple((wrong + emission.num_prompt).tolist()),
+        near_ties=near,
+        max_logprob_diff=largest,
+        wrong=bool(len(wrong)) or not largest <= tolerances.logprob,
+    )
