@@ -17,7 +17,9 @@ from deepinfer.names import DESCRIPTIONS
 
 _ENGINE = EngineConfig()
 
-Count = Annotated[int, Field(ge=1)]
+# Ids, positions and counters are int32.
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+NumRequests = Annotated[int, Field(ge=1, le=1_000_000)]  # each is drawn before the first runs
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -59,10 +61,12 @@ class EngineSettings(Strict):
     """The keys of `EngineConfig` that one file or the command line sets; see there."""
 
     block_size: Count = _ENGINE.block_size
-    num_blocks: Annotated[int, Field(ge=2)] = _ENGINE.num_blocks  # block 0 is never handed out
+    num_blocks: Annotated[int, Field(ge=2, lt=2**31)] = (
+        _ENGINE.num_blocks
+    )  # block 0 is never handed out
     max_num_seqs: Count = _ENGINE.max_num_seqs
     max_num_batched_tokens: Count = _ENGINE.max_num_batched_tokens
-    max_model_len: Annotated[int, Field(ge=2)] = _ENGINE.max_model_len
+    max_model_len: Annotated[int, Field(ge=2, lt=2**31)] = _ENGINE.max_model_len
     release: Annotated[str, _one_of("release")] = _ENGINE.release
     free_order: Annotated[str, _one_of("free_order")] = _ENGINE.free_order
     discipline: Annotated[str, _one_of("discipline")] = _ENGINE.discipline
@@ -220,7 +224,7 @@ class Fork(Strict):
     Unless `keep_parent`, the parent ends when its children are made.
     """
 
-    children: Count
+    children: NumRequests
     output_tokens: Lengths
     own_prompt_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Temperature = 1.0
@@ -238,7 +242,7 @@ class Abort(Strict):
 class Group(Strict):
     """`count` requests drawn alike."""
 
-    count: Count
+    count: NumRequests
     prompt_tokens: Lengths
     output_tokens: Lengths
     arrival: Arrival = Arrival(at_s=0.0)

@@ -185,6 +185,7 @@ def resolve(profile: Profile, workload: Workload, flags: Flags | None = None) ->
     from_flags = {**flags.engine, **({} if flags.seed is None else {"seed": flags.seed})}
     layers = (profile.engine, workload.engine, _check_flags(EngineSettings, from_flags))
     merged = {name: value for layer in layers for name, value in layer.given().items()}
+    _check_budget(EngineConfig(**merged))
     device = profile.device if flags.device is None else flags.device
     _check_flags(DeviceFlag, {"device": device})
     return Resolved(
@@ -195,6 +196,16 @@ def resolve(profile: Profile, workload: Workload, flags: Flags | None = None) ->
         device=device,
         verify=profile.verify,
     )
+
+
+def _check_budget(engine: EngineConfig) -> None:
+    """No file or flag is wrong alone here, so no single one can be named: both keys are."""
+    if engine.max_num_batched_tokens < engine.max_num_seqs:
+        raise UserError(
+            f"max_num_batched_tokens: out of range (got {engine.max_num_batched_tokens}); "
+            f"expected at least max_num_seqs ({engine.max_num_seqs})",
+            hint="every running request needs a token of the budget in each step",
+        )
 
 
 def _check_flags(model: type[_Flags], values: Mapping[str, Any]) -> _Flags:
@@ -247,45 +258,46 @@ def _model_config(profile: Profile) -> ModelConfig:
     )
 
 
-def parse_axes(items: Iterable[str]) -> dict[str, tuple[Any, ...]]:
+def parse_axes(items: Iterable[str], *, what: str = "axis") -> dict[str, tuple[Any, ...]]:
     """`["release=deferred,polled", "block_size=64,128"]` as typed values by axis, in order.
 
-    A dash in a name counts as an underscore. Raises UserError for a name or value that is not
-    valid, a value given twice, or an axis given twice.
+    A dash in a name counts as an underscore. Raises UserError, which calls an item `what`, for a
+    name or value that is not valid, a value given twice, or an axis given twice.
     """
     axes: dict[str, tuple[Any, ...]] = {}
     for item in items:
         written, equals, values = item.partition("=")
         name = written.strip().replace("-", "_")
         if not equals:
-            raise UserError(f"axis {item!r}: no values; expected NAME=VALUE,VALUE")
+            raise UserError(f"{what} {item!r}: no values; expected NAME=VALUE,VALUE")
         if name == "seed":
             raise UserError(
-                "axis seed: not an axis, since all cells get the same requests; expected --seed"
+                f"{what} seed: not an axis, since all cells get the same requests; expected --seed"
             )
         if name not in AXES:
-            raise UserError(f"axis {name}: unknown name; expected {choices(name, AXES)}")
+            shown = name or repr(name)
+            raise UserError(f"{what} {shown}: unknown name; expected {choices(name, AXES)}")
         if name in axes:
-            raise UserError(f"axis {name}: given twice; expected one list of values")
-        axes[name] = _axis_values(name, values)
+            raise UserError(f"{what} {name}: given twice; expected one list of values")
+        axes[name] = _axis_values(what, name, values)
     return axes
 
 
-def _axis_values(name: str, text: str) -> tuple[Any, ...]:
+def _axis_values(what: str, name: str, text: str) -> tuple[Any, ...]:
     """Typed and checked values of one axis."""
     values: list[Any] = []
     model: type[Strict] = DeviceFlag if name == "device" else EngineSettings
     is_text = name in DESCRIPTIONS
     for part in (part.strip() for part in text.split(",")):
         if not part:
-            raise UserError(f"axis {name}: an empty value (got {text!r}); expected VALUE,VALUE")
+            raise UserError(f"{what} {name}: an empty value (got {text!r}); expected VALUE,VALUE")
         value = int(part) if not is_text and _WHOLE.fullmatch(part) else part
         try:
             _check_flags(model, {name: value})
         except UserError as error:
-            raise UserError(f"axis {error}", hint=error.hint) from error
+            raise UserError(f"{what} {error}", hint=error.hint) from error
         if value in values:
-            raise UserError(f"axis {name}: {part} is given twice; expected different values")
+            raise UserError(f"{what} {name}: {part} is given twice; expected different values")
         values.append(value)
     return tuple(values)
 

@@ -8,6 +8,7 @@ none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -51,7 +52,7 @@ def validate(
         problems += [
             describe(source, model, detail, hidden=extra.keys())
             for detail in details
-            if not _overlaps(source.bad_paths, _path(detail))
+            if not _overlaps(source.bad_paths, _path(detail)) and not _misspelt(detail, details)
         ]
         return None, problems
     return (None if problems else made), problems
@@ -91,6 +92,19 @@ def describe(
 def _unknown_key(source: Source, path: KeyPath, valid: Sequence[str]) -> Problem:
     name = path[-1]
     return source.problem(path, f"unknown key (got {name!r}); expected {choices(name, valid)}")
+
+
+def _misspelt(missing: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
+    """Whether a missing key is there under another name, of which another complaint tells."""
+    if missing["type"] != "missing":
+        return False
+    *parent, name = _path(missing)
+    unknown = [
+        str(_path(other)[-1])
+        for other in details
+        if other["type"] == "extra_forbidden" and [*_path(other)[:-1]] == parent
+    ]
+    return bool(get_close_matches(str(name), unknown, n=1))
 
 
 def _path(detail: ErrorDetails) -> KeyPath:

@@ -1,0 +1,48 @@
+"""`compare`: one workload, a cell for every combination of choices, interleaved round by round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from bench.commands.measuring import measure, measuring_options
+
+
+@click.command("compare")
+@click.argument("workload")
+@click.option(
+    "-a",
+    "--axis",
+    "axes",
+    multiple=True,
+    metavar="NAME=V1,V2",
+    help="A choice and its values; repeatable. The first of each makes the baseline.",
+)
+@click.option("--release", help="Short for -a release=...")
+@click.option("--free-order", help="Short for -a free_order=...")
+@measuring_options(rounds=3)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    workload: str,
+    axes: tuple[str, ...],
+    release: str | None,
+    free_order: str | None,
+    **options: Any,
+) -> None:
+    """Compare choices on WORKLOAD (a name of `list workloads`, or a YAML file).
+
+    Every combination of the axes' values is a cell. Cells run interleaved, each round in an order
+    of its own, and each cell's tokens are verified before its time counts.
+
+    \b
+      deepinfer-bench compare fork-batch --release deferred,polled --free-order reverse,forward
+      deepinfer-bench compare mixed-chat -a block_size=16,128 -r 5
+
+    Exit code 1 if any answer was wrong.
+    """
+    given = {"release": release, "free_order": free_order}
+    shorthands = tuple(f"{name}={values}" for name, values in given.items() if values is not None)
+    ctx.exit(measure(workload, (*shorthands, *axes), **options))

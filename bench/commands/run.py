@@ -1,0 +1,33 @@
+"""`run`: one workload, one cell. See `bench.commands.measuring`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from bench.commands.measuring import measure, measuring_options
+
+
+@click.command("run")
+@click.argument("workload")
+@click.option("--release", help="Release policy; see `list policies`.")
+@click.option("--free-order", help="Free order; see `list policies`.")
+@measuring_options(rounds=1)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    /,
+    workload: str,
+    release: str | None,
+    free_order: str | None,
+    **options: Any,
+) -> None:
+    """Run WORKLOAD (a name of `list workloads`, or a YAML file) and print its table.
+
+    Exit code 1 if any answer was wrong.
+    """
+    given = {"release": release, "free_order": free_order}
+    shorthands = tuple(f"{name}={value}" for name, value in given.items() if value is not None)
+    options["settings"] = (*options["settings"], *shorthands)
+    ctx.exit(measure(workload, (), **options))

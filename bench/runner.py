@@ -1,0 +1,280 @@
+"""One round of one cell: an empty engine, the workload's requests in real time, every token's time.
+
+Knows nothing of files, tables or other cells. Invariant: the engine of a round is new, so nothing
+is warm from a round before; what a round reports (records, emissions) holds for every request it
+was given, also those that were refused or gave up.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from bench.arrivals import ChildSpec, RequestSpec
+from bench.collect.memory import MemoryCollector
+from bench.samples import FORKED, RequestRecord, RoundRecord, StepRecord
+from bench.spec import Resolved
+from bench.verify import DenseReference, Emission
+from deepinfer.block_manager import Verdict
+from deepinfer.device import Device, open_device
+from deepinfer.engine import LLMEngine, RequestOutput, StepOutput, StepStats
+from deepinfer.errors import DeepInferError
+from deepinfer.models.weights import Qwen3Weights, load_weights
+from deepinfer.sequence import SamplingParams
+
+
+class Target:
+    """A device with the model's weights on it, shared by all cells that run there."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self.device: Device = open_device(resolved.device)
+        try:
+            self.weights: Qwen3Weights = load_weights(resolved.model, self.device)
+        except BaseException:  # nobody else has the device to close it
+            self.device.close()
+            raise
+        self.reference = DenseReference(self.weights, resolved.model)
+
+    def close(self) -> None:
+        """Close the device."""
+        self.device.close()
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request on its way through the round; times in seconds since the round began."""
+
+    spec: RequestSpec | ChildSpec
+    arrival_s: float
+    num_prompt_tokens: int
+    first_scheduled_s: float | None = None
+    token_times_s: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class RoundResult:
+    """What one round leaves behind."""
+
+    round: RoundRecord
+    requests: list[RequestRecord]
+    steps: list[StepRecord]
+    emissions: dict[str, Emission]
+
+
+class Round:
+    """Drives one engine through one list of requests.
+
+    Args:
+        requests: by arrival.
+        cell, index: numbers for the records; `warmup` rounds are marked.
+    """
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        target: Target,
+        requests: Iterable[RequestSpec],
+        *,
+        cell: int,
+        index: int,
+        warmup: bool,
+    ) -> None:
+        self._engine = LLMEngine(
+            resolved.model, resolved.engine, device=target.device, weights=target.weights
+        )
+        self._pending = deque(requests)
+        self._cell, self._index, self._warmup = cell, index, warmup
+        self._tracked: dict[str, _Tracked] = {}
+        self._emissions: dict[str, Emission] = {}
+        self._steps: list[StepRecord] = []
+        self._leaving: list[str] = []  # whose client gives up during the next step
+        self._start_ns = 0
+
+    def run(self) -> RoundResult:
+        """Run to the end; whoever interrupts it loses this round only."""
+        gc.collect()
+        with MemoryCollector() as memory:
+            self._start_ns = time.perf_counter_ns()
+            while self._pending or self._engine.has_unfinished():
+                self._admit_arrivals()
+                if self._engine.submit():
+                    self._abort_leaving()
+                    self._take(self._engine.collect())
+                elif self._pending:
+                    time.sleep(max(self._pending[0].arrival_s - self._now(), 0.0))
+                elif self._engine.has_unfinished():  # not so if the last to arrive was refused
+                    raise DeepInferError("requests are left, but nothing can run: a scheduler bug")
+            return RoundResult(
+                self._round_record(memory), self._request_records(), self._steps, self._emissions
+            )
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def _now(self, at_ns: int | None = None) -> float:
+        return ((time.perf_counter_ns() if at_ns is None else at_ns) - self._start_ns) / 1e9
+
+    def _admit_arrivals(self) -> None:
+        now = self._now()
+        while self._pending and self._pending[0].arrival_s <= now:
+            spec = self._pending.popleft()
+            self._track(spec, spec.arrival_s, len(spec.prompt_token_ids))
+            verdict = self._engine.add_request(
+                spec.request_id, spec.prompt_token_ids, _sampling(spec)
+            )
+            self._note(spec.request_id, verdict)
+
+    def _fork(self, parent: RequestSpec) -> None:
+        """Make a parent's children; unless it is to go on, they replace it."""
+        assert parent.fork is not None
+        now = self._now()
+        for child in parent.fork.children:
+            own = child.own_prompt_token_ids
+            shared = len(parent.prompt_token_ids) if len(own) else None
+            verdict = self._engine.fork(
+                parent.request_id,
+                child.request_id,
+                _sampling(child),
+                own_token_ids=own,
+                num_shared_tokens=shared,
+            )
+            num_shared = shared or len(parent.prompt_token_ids) + parent.fork.after_tokens
+            self._track(child, now, num_shared + len(own))
+            self._note(child.request_id, verdict)
+        if not parent.fork.keep_parent:
+            self._end(self._engine.abort(parent.request_id, FORKED))
+
+    def _abort_leaving(self) -> None:
+        """Clients leave while the step is in flight, as they do."""
+        for request_id in self._leaving:
+            self._end(self._engine.abort(request_id))
+        self._leaving.clear()
+
+    def _track(self, spec: RequestSpec | ChildSpec, arrival_s: float, num_prompt: int) -> None:
+        self._tracked[spec.request_id] = _Tracked(spec, arrival_s, num_prompt)
+
+    def _note(self, request_id: str, verdict: Verdict) -> None:
+        if verdict is Verdict.NEVER:
+            self._tracked[request_id].finish_reason = "never"
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def _take(self, output: StepOutput) -> None:
+        """Note what a step brought, and do what its tokens trigger."""
+        end_s = self._now(output.stats.end_ns)
+        for request_id in output.started_ids:
+            tracked = self._tracked[request_id]
+            if tracked.first_scheduled_s is None:
+                tracked.first_scheduled_s = self._now(output.stats.start_ns)
+        for request_id in output.request_ids:
+            self._tracked[request_id].token_times_s.append(end_s)
+        for ended in output.finished:
+            self._end(ended)
+        for request_id in output.request_ids:
+            tracked = self._tracked[request_id]
+            spec, count = tracked.spec, len(tracked.token_times_s)
+            if not isinstance(spec, RequestSpec) or tracked.finish_reason:
+                continue
+            if spec.abort_after_tokens == count:
+                self._leaving.append(request_id)
+            if spec.fork is not None and spec.fork.after_tokens == count:
+                self._fork(spec)
+        self._steps.append(self._step_record(output.stats, end_s))
+
+    def _end(self, ended: RequestOutput) -> None:
+        tracked = self._tracked[ended.request_id]
+        tracked.finish_reason = ended.finish_reason
+        tracked.num_preemptions = ended.num_preemptions
+        if len(ended.token_ids):
+            self._emissions[ended.request_id] = Emission(
+                token_ids=[*ended.prompt_token_ids.tolist(), *ended.token_ids.tolist()],
+                num_prompt=len(ended.prompt_token_ids),
+                temperature=tracked.spec.temperature,
+                seed=tracked.spec.seed,
+                logprobs=ended.logprobs.tolist(),
+            )
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def _step_record(self, stats: StepStats, end_s: float) -> StepRecord:
+        return StepRecord(
+            cell=self._cell,
+            round=self._index,
+            step=stats.step,
+            end_s=end_s,
+            num_tokens=stats.num_tokens,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            blocks_free=stats.blocks_free,
+            blocks_held=stats.blocks_held,
+            blocks_withheld=stats.blocks_withheld,
+            num_copies=stats.num_copies,
+            host_us={
+                "schedule": stats.schedule_ns / 1e3,
+                "submit": stats.submit_ns / 1e3,
+                "release": stats.release_ns / 1e3,
+                "collect": stats.collect_ns / 1e3,
+                "commit": stats.commit_ns / 1e3,
+            },
+            wait_us=stats.wait_ns / 1e3,
+            result_wait_us=stats.result_wait_ns / 1e3,
+            device_ms=stats.device_ms,
+        )
+
+    def _request_records(self) -> list[RequestRecord]:
+        return [
+            RequestRecord(
+                cell=self._cell,
+                round=self._index,
+                request_id=request_id,
+                arrival_s=tracked.arrival_s,
+                first_scheduled_s=tracked.first_scheduled_s,
+                token_times_s=tuple(tracked.token_times_s),
+                num_prompt_tokens=tracked.num_prompt_tokens,
+                num_output_tokens=len(tracked.token_times_s),
+                finish_reason=tracked.finish_reason,
+                num_preemptions=tracked.num_preemptions,
+            )
+            for request_id, tracked in self._tracked.items()
+        ]
+
+    def _round_record(self, memory: MemoryCollector) -> RoundRecord:
+        """Wall time runs from the first arrival to the last token."""
+        tracked = self._tracked.values()
+        first = min((request.arrival_s for request in tracked), default=0.0)
+        last = max((t for request in tracked for t in request.token_times_s), default=first)
+        counters, release = self._engine.scheduler.counters, self._engine.release
+        return RoundRecord(
+            cell=self._cell,
+            round=self._index,
+            warmup=self._warmup,
+            wall_s=last - first,
+            num_output_tokens=sum(len(request.token_times_s) for request in tracked),
+            num_prompt_tokens=sum(request.num_prompt_tokens for request in tracked),
+            counters={
+                "num_steps": len(self._steps),
+                "num_block_copies": counters.num_block_copies,
+                "num_later": counters.num_later,
+                "num_never": counters.num_never,
+                "num_aborted": sum(request.finish_reason == "abort" for request in tracked),
+                "num_preemptions": counters.num_preemptions,
+                "num_recomputed_tokens": counters.num_recomputed_tokens,
+                "num_unforked": counters.num_unforked,
+                "num_held_back": counters.num_held_back,
+                "num_refused_while_withheld": release.counters.num_refused_while_withheld,
+                "withheld_peak": release.counters.withheld_peak,
+                "withheld_block_ms": release.withheld_block_ns() / 1e6,
+                "release_waits": release.counters.num_waits,
+                "release_wait_us": release.counters.wait_ns / 1e3,
+                "stream_waits": release.counters.num_stream_waits,
+            },
+            memory=memory.read(),
+        )
+
+
+def _sampling(spec: RequestSpec | ChildSpec) -> SamplingParams:
+    return SamplingParams(max_tokens=spec.max_tokens, temperature=spec.temperature, seed=spec.seed)

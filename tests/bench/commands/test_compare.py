@@ -1,0 +1,122 @@
+"""`compare` on the command line: its cells, its table, and what Ctrl-C leaves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench.commands import main
+from bench.samples import read_samples
+from deepinfer.cache_engine import KVCache
+from tests.bench.tiny import cli_command
+
+WORKLOAD = """\
+description: one parent and its children
+requests:
+  - count: 1
+    prompt_tokens: 40
+    output_tokens: 9
+    fork: {children: 3, output_tokens: 10}
+"""
+LONG = """\
+description: more than a minute
+requests:
+  - {count: 2, prompt_tokens: 16, output_tokens: 8, arrival: {every_s: 0.2}}
+  - {count: 1, prompt_tokens: 16, output_tokens: 8, arrival: {at_s: 100}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one workload, to work in."""
+    (tmp_path / "mine.yaml").write_text(WORKLOAD)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def compare(*args: object) -> int:
+    """`compare mine.yaml ... --profile cpu-tiny -o out`, in this process."""
+    options = ["--profile", "cpu-tiny", "-o", "out"]
+    return main(["compare", "mine.yaml", *map(str, args), *options])
+
+
+def test_every_combination_is_a_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    """Shorthands come first, the first values make the baseline, and the ratios are to it."""
+    axes = ("-a", "block_size=16,8", "--release", "step,polled", "--free-order", "forward")
+    assert compare(*axes, "-r", 2, "--format", "json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    found = [(row["release"], row["free_order"], row["block_size"]) for row in rows]
+    expected = [("step", 16), ("step", 8), ("polled", 16), ("polled", 8)]
+    assert found == [(release, "forward", size) for release, size in expected]
+    assert [row["baseline"] for row in rows] == [True, False, False, False]
+    assert rows[0]["vs_baseline"] == 1
+    assert all(row["vs_baseline_low"] <= row["vs_baseline_high"] for row in rows)
+    assert all(row["wrong_requests"] == 0 for row in rows)
+
+
+def test_three_rounds_unless_asked_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    """The default is three measured rounds; progress is on stderr, the table on stdout."""
+    assert compare() == 0
+    shown = capsys.readouterr()
+    assert [record.round for record in read_samples("out").rounds] == [-1, 0, 1, 2]
+    assert "mine: 1 cell, 3 rounds -> out" in shown.err
+    assert "round 3/3" in shown.err
+    assert "round 3/3" not in shown.out
+
+
+def test_settings_apply_to_all_cells() -> None:
+    """`--set` and `--seed` are what the cells have in common."""
+    options = ("--release", "step,polled", "-s", "max_num_seqs=2", "--seed", 9, "-r", 1)
+    assert compare(*options) == 0
+    samples = read_samples("out")
+    assert samples.run.config["engine"]["max_num_seqs"] == 2
+    assert samples.run.seed == 9
+    assert samples.run.axes == {"release": ["step", "polled"]}
+    assert max(step.num_running for step in samples.steps) == 2
+
+
+def test_one_wrong_cell_fails_the_comparison(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wrong answers in any cell are exit code 1, and the cell that is right shows 0."""
+    plain_copy = KVCache.copy_blocks
+
+    def lose_small(self: KVCache, pairs: object) -> None:
+        if self.block_size == 16:
+            plain_copy(self, pairs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KVCache, "copy_blocks", lose_small)
+    assert compare("-a", "block_size=16,32", "-r", 1, "--format", "json") == 1
+    shown = capsys.readouterr()
+    rows = json.loads(shown.out)["rows"]
+    assert [row["wrong_requests"] for row in rows] == [0, 3]
+    assert shown.err.count("3 WRONG") == 1
+
+
+def test_ctrl_c_keeps_what_was_measured_and_says_so(here: Path) -> None:
+    """SIGINT in the middle of a round: the rest is kept, a table is printed, the code is 130."""
+    (here / "long.yaml").write_text(LONG)
+    command = cli_command("compare", "long.yaml", "--profile", "cpu-tiny", "-o", "out")
+    process = subprocess.Popen(
+        command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        first = [process.stderr.readline() for _ in range(2)]  # the start, and the warm-up
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert first[1].startswith("warm-up")
+    assert process.returncode == 130
+    assert err == "interrupted; what was measured is in out\n"
+    assert "INTERRUPTED (Ctrl-C): the table shows what was measured" in out
+    samples = read_samples(here / "out")
+    assert samples.end is not None
+    assert samples.end.status == "interrupted"
+    assert [record.round for record in samples.rounds] == [-1]
