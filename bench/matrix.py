@@ -37,7 +37,6 @@ from bench.samples import (
 )
 from bench.schema import Workload
 from bench.spec import Resolved
-from bench.verify import Tolerances
 from deepinfer.errors import UserError
 
 WARMUP_ROUND = -1
@@ -157,18 +156,9 @@ class Matrix:
 
     def _verify(self, cell: Cell, result: RoundResult, index: int) -> VerificationRecord:
         """Every request of the round once more, through the dense reference."""
-        tolerance = cell.resolved.verify
-        reference = self._targets[cell.resolved.device].reference
-        verdicts = dict(
-            zip(
-                result.emissions,
-                reference.check_all(
-                    list(result.emissions.values()),
-                    Tolerances(tolerance.score_tolerance, tolerance.logprob_tolerance),
-                ),
-                strict=True,
-            )
-        )
+        target = self._targets[cell.resolved.device]
+        judged = target.verify(list(result.emissions.values()))
+        verdicts = dict(zip(result.emissions, judged, strict=True))
         wrong_ids = tuple(name for name, verdict in verdicts.items() if verdict.wrong)
         return VerificationRecord(
             cell=cell.index,
@@ -177,7 +167,7 @@ class Matrix:
             wrong_requests=len(wrong_ids),
             near_ties=sum(verdict.near_ties for verdict in verdicts.values()),
             max_logprob_diff=max((v.max_logprob_diff for v in verdicts.values()), default=None),
-            logprob_tolerance=tolerance.logprob_tolerance,
+            logprob_tolerance=cell.resolved.verify.logprob_tolerance,
             wrong_ids=wrong_ids,
         )
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.runner import Target
 from bench.spec import Resolved
-from bench.verify import Emission, RequestVerdict, Tolerances
+from bench.verify import Emission, RequestVerdict
 from deepinfer.engine import LLMEngine, RequestOutput
 from deepinfer.sequence import SamplingParams, blocks_for
 from deepinfer.sequence import Sequence as Request
@@ -101,7 +101,7 @@ def measure_power(
             rng = np.random.default_rng((resolved.seed, kind, len(verdicts)))
             size = min(BATCH, max(trials - len(verdicts), 2))  # a fault may need another request
             outputs = _run_batch(resolved, target, FAULTS.get(name), size, rng)
-            verdicts += _judge(resolved, target, outputs)
+            verdicts += target.verify(_emissions(outputs))
             progress(f"{name}: {min(len(verdicts), trials)} of {trials}")
         verdicts = verdicts[:trials]
         diffs = [verdict.max_logprob_diff for verdict in verdicts]
@@ -148,10 +148,8 @@ def _run_batch(
     return [(samplings[request_id], outputs[request_id]) for request_id in samplings]
 
 
-def _judge(
-    resolved: Resolved, target: Target, outputs: list[tuple[SamplingParams, RequestOutput]]
-) -> list[RequestVerdict]:
-    emissions = [
+def _emissions(outputs: list[tuple[SamplingParams, RequestOutput]]) -> list[Emission]:
+    return [
         Emission(
             [*output.prompt_token_ids.tolist(), *output.token_ids.tolist()],
             len(output.prompt_token_ids),
@@ -161,11 +159,6 @@ def _judge(
         )
         for sampling, output in outputs
     ]
-    verify = resolved.verify
-    return target.reference.check_all(
-        emissions, Tolerances(verify.score_tolerance, verify.logprob_tolerance)
-    )
-
 
 def _num_used_blocks(engine: LLMEngine, row: int) -> int:
     """Blocks of a row that hold committed rows."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from bench.arrivals import ChildSpec, RequestSpec
 from bench.collect.memory import MemoryCollector
 from bench.samples import FORKED, RequestRecord, RoundRecord, StepRecord
 from bench.spec import Resolved
-from bench.verify import DenseReference, Emission
+from bench.verify import DenseReference, Emission, RequestVerdict, Tolerances
 from deepinfer.block_manager import Verdict
 from deepinfer.device import Device, open_device
 from deepinfer.engine import LLMEngine, RequestOutput, StepOutput, StepStats
@@ -32,11 +32,21 @@ class Target:
     def __init__(self, resolved: Resolved) -> None:
         self.device: Device = open_device(resolved.device)
         try:
-            self.weights: Qwen3Weights = load_weights(resolved.model, self.device)
+            self.weights: Qwen3Weights = self.device.run(
+                lambda: load_weights(resolved.model, self.device), label="weights"
+            )
         except BaseException:  # nobody else has the device to close it
             self.device.close()
             raise
-        self.reference = DenseReference(self.weights, resolved.model)
+        self._reference = DenseReference(self.weights, resolved.model)
+        verify = resolved.verify
+        self._tolerances = Tolerances(verify.score_tolerance, verify.logprob_tolerance)
+
+    def verify(self, emissions: Sequence[Emission]) -> list[RequestVerdict]:
+        """The dense reference's verdict on each emission."""
+        return self.device.run(
+            lambda: self._reference.check_all(emissions, self._tolerances), label="verify"
+        )
 
     def close(self) -> None:
         """Close the device."""

@@ -170,7 +170,7 @@ class LLMEngine:
         self.device = open_device(device) if isinstance(device, str) else device
         try:
             if weights is None:
-                weights = load_weights(model, self.device)
+                weights = self.device.run(lambda: load_weights(model, self.device))
             self.worker = Worker(model, config, weights, self.device)
             self.device.synchronize()  # the pool was made on no stream of ours
         except BaseException:

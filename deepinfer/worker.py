@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepinfer.cache_engine import KVCache
 from deepinfer.config import EngineConfig, ModelConfig
-from deepinfer.device.base import Device, Event, Readback, Stream
+from deepinfer.device.base import COMPUTE, Device, Event, Readback, Stream
 from deepinfer.models.attention import PagedAttention
 from deepinfer.models.qwen3 import Qwen3
 from deepinfer.models.weights import Qwen3Weights
@@ -91,16 +91,23 @@ class Worker:
         weights: Qwen3Weights,
         device: Device,
     ) -> None:
-        self.cache = KVCache(
-            model_config, engine_config.num_blocks, engine_config.block_size, device.torch_device
+        self.cache = device.run(
+            lambda: KVCache(
+                model_config,
+                engine_config.num_blocks,
+                engine_config.block_size,
+                device.torch_device,
+            ),
+            label="KV pool",
         )
         self._device = device
-        self._attention = PagedAttention(
-            model_config, self.cache, device, engine_config.max_model_len
+        self._attention = device.run(
+            lambda: PagedAttention(model_config, self.cache, device, engine_config.max_model_len),
+            label="rope table",
         )
         self._model = Qwen3(model_config, weights, self._attention)
         self._copy_stream = device.stream("copy")
-        self._compute_stream = device.stream("compute")
+        self._compute_stream = device.stream(COMPUTE)
         self._copied = device.event()
         self._previous: InFlightStep | None = None
 

@@ -10,7 +10,7 @@ at them; they are the seam for checkers. `cost` is the seam for a simulated devi
 One host thread drives a device. An operation does not call the device that runs it, except for
 `upload` and `download`: an operation that waited for the device would wait for itself.
 
-`Failure` and `EventPool` are the two parts every device shares. No torch here.
+`Failure`, `EventPool` and `run_and_wait` are the parts every device shares. No torch here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from deepinfer.errors import DeviceError, OwnershipError
+
+COMPUTE = "compute"  # the stream of forward passes; every other one is a side stream
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,14 @@ class Device(Protocol):
         """Block the host until every stream is empty."""
         ...
 
+    def run(self, fn: Callable[[], T], *, label: str = "") -> T:
+        """Run `fn` on stream `COMPUTE` and wait: how anything outside a step is computed.
+
+        On the CPU the stream's thread owns the cores (see `deepinfer.device.openmp`). Raises what
+        `fn` raises, and the device goes on.
+        """
+        ...
+
     def memory(self) -> DeviceMemory:
         """Device memory now."""
         ...
@@ -137,6 +148,24 @@ class Device(Protocol):
     def close(self) -> None:
         """Finish queued work and let go of threads; the device cannot be used afterwards."""
         ...
+
+
+def run_and_wait(device: Device, fn: Callable[[], T], label: str) -> T:
+    """What `Device.run` does, on any device."""
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def operation() -> None:
+        try:
+            results.append(fn())
+        except Exception as error:  # the caller's, and no reason for the stream to fail
+            errors.append(error)
+
+    device.stream(COMPUTE).submit(operation, label=label)
+    device.synchronize()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ import threading
 from collections import deque
 from queue import SimpleQueue
 
+from deepinfer.device.base import COMPUTE
+from deepinfer.device.openmp import use_one_thread
 from deepinfer.device.tickets import Entry, Stamp, TicketDevice, TicketStream, Wait, Work
 from deepinfer.errors import DeviceError
 
@@ -42,6 +44,7 @@ class _ThreadedStream(TicketStream):
         super().__init__(name, self._queue.put)
         self._waiters: list[tuple[int, threading.Lock]] = []
         self._threads = threads  # those of the whole device
+        self._owns_cores = name == COMPUTE
         self._thread = threading.Thread(target=self._work, name=f"stream-{name}", daemon=True)
         threads.add(self._thread)
         self._thread.start()
@@ -65,10 +68,14 @@ class _ThreadedStream(TicketStream):
         return threading.current_thread() in self._threads
 
     def _work(self) -> None:
+        alone = self._owns_cores
         while True:
             entry = self._queue.get()
             if entry is None:
                 return
+            if not alone and "torch" in sys.modules:
+                use_one_thread()
+                alone = True
             work, label = entry
             if isinstance(work, Wait) and self.failure is None:
                 work.stream.reach(work.ticket)
@@ -113,6 +120,8 @@ _fast_switching = _FastSwitching()
 
 class ThreadedCpuDevice(TicketDevice[_ThreadedStream]):
     """The embedded default: a worker thread per stream, so the host runs ahead of the device.
+
+    Stream `COMPUTE` has the machine's cores for its arithmetic, every other stream one.
 
     While one is open, Python switches threads every 0.1 ms (`SWITCH_INTERVAL_S`) in the whole
     process.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepinfer.device.base import DeviceMemory, Event, EventPool, Failure
+from deepinfer.device.base import DeviceMemory, Event, EventPool, Failure, T, run_and_wait
 from deepinfer.errors import DeviceError, UserError
 
 MIN_STAGING_BYTES = 512
@@ -286,6 +286,10 @@ class CudaDevice:
         # Free of charge if the tensor was made on this stream.
         tensor.record_stream(torch.cuda.current_stream(self._device))
         return PinnedReadback(host)
+
+    def run(self, fn: Callable[[], T], *, label: str = "") -> T:
+        """Run `fn` on stream `COMPUTE` and wait for it; raises what it raises."""
+        return run_and_wait(self, fn, label)
 
     def synchronize(self) -> None:
         """Block the host until the GPU has nothing to do, torch's default stream included.

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from deepinfer.device.base import DeviceMemory, Event, EventPool, Failure
+from deepinfer.device.base import DeviceMemory, Event, EventPool, Failure, T, run_and_wait
 from deepinfer.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -296,6 +296,10 @@ class TicketDevice(ABC, Generic[S]):
             stream.wait_on_host(stream.queued)
         for stream in streams:
             stream.check()
+
+    def run(self, fn: Callable[[], T], *, label: str = "") -> T:
+        """Run `fn` on stream `COMPUTE` and wait for it; raises what it raises."""
+        return run_and_wait(self, fn, label)
 
     def memory(self) -> DeviceMemory:
         """Bytes of memory the machine has, and how many of them new work could get."""

@@ -65,7 +65,7 @@ def run_round(
 def verdicts(resolved: Resolved, target: Target, result: RoundResult) -> dict[str, RequestVerdict]:
     """What the dense reference says of each request that emitted tokens."""
     tolerances = Tolerances(resolved.verify.score_tolerance, resolved.verify.logprob_tolerance)
-    judged = target.reference.check_all(list(result.emissions.values()), tolerances)
+    judged = target.verify(list(result.emissions.values()))
     return dict(zip(result.emissions, judged, strict=True))
 
 
