@@ -105,7 +105,9 @@ class Worker:
             lambda: PagedAttention(model_config, self.cache, device, engine_config.max_model_len),
             label="rope table",
         )
-        self._model = Qwen3(model_config, weights, self._attention)
+        self._model = device.run(
+            lambda: Qwen3(model_config, weights, self._attention, device), label="pack weights"
+        )
         self._copy_stream = device.stream("copy")
         self._compute_stream = device.stream(COMPUTE)
         self._copied = device.event()

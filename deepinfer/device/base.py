@@ -7,8 +7,8 @@ any order against another stream, or against the host, except where an event say
 `reads` and `writes` name what an operation touches (block ids, staging buffers): nothing here looks
 at them; they are the seam for checkers. `cost` is the seam for a simulated device.
 
-One host thread drives a device. An operation does not call the device that runs it, except for
-`upload` and `download`: an operation that waited for the device would wait for itself.
+One host thread drives a device. An operation calls nothing of the device that runs it but
+`upload`, `download` and `linear`: one that waited for the device would wait for itself.
 
 `Failure`, `EventPool` and `run_and_wait` are the parts every device shares. No torch here.
 """
@@ -122,6 +122,13 @@ class Device(Protocol):
 
         The host array must not be written afterwards (plans guarantee it). On CUDA the copy goes
         through a pinned staging buffer that is not rewritten while its copy is pending.
+        """
+        ...
+
+    def linear(self, weight: Any) -> Callable[[Any], Any]:
+        """`x -> x @ weight.T` by the fastest kernel the device has for this weight.
+
+        `weight` [out, in] is on the device and may be packed: it must not be written afterwards.
         """
         ...
 

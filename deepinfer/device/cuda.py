@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from deepinfer.device.base import DeviceMemory, Event, EventPool, Failure, T, run_and_wait
 from deepinfer.errors import DeviceError, UserError
@@ -274,6 +275,10 @@ class CudaDevice:
         behind_copy.record_on(torch.cuda.current_stream(self._device))
         self._staging.give_back(buffer, behind_copy)
         return tensor
+
+    def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`x -> x @ weight.T`, by cuBLAS."""
+        return lambda x: F.linear(x, weight)
 
     def download(self, tensor: torch.Tensor) -> PinnedReadback:
         """Queue a copy of `tensor` to pinned memory on the current stream.

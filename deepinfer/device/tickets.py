@@ -285,6 +285,12 @@ class TicketDevice(ABC, Generic[S]):
 
         return torch.from_numpy(array)
 
+    def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`x -> x @ weight.T`, by oneDNN with a packed weight where torch has it."""
+        from deepinfer.device.cpu_linear import cpu_linear
+
+        return cpu_linear(weight)
+
     def download(self, tensor: torch.Tensor) -> HostReadback:
         """`tensor` itself, which must not be written again before it is read."""
         return HostReadback(tensor)

@@ -38,7 +38,9 @@ def device() -> Iterator[SteppedCpuDevice]:
 
 @pytest.fixture
 def worker(device: SteppedCpuDevice) -> Worker:
-    return new_worker(device)
+    worker = new_worker(device)
+    device.log.clear()  # what made the pool and the rope table
+    return worker
 
 
 def new_worker(device: Device) -> Worker:

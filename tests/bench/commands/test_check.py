@@ -37,7 +37,7 @@ def test_the_counts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
         "overwrite": ["4", "4", "100.0"],
         "lose_row": ["4", "4", "100.0"],
     }
-    assert "more than 0.001 nats" in shown.out
+    assert "more than 0.0002 nats" in shown.out
     assert "lose_row: 4 of 4" in shown.err
 
 

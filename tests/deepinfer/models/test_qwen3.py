@@ -33,7 +33,7 @@ class Paged:
         self.block_size = block_size
         self.cache = KVCache(config, NUM_BLOCKS, block_size, self.device.torch_device)
         self.attention = PagedAttention(config, self.cache, self.device, 512, min_shared_rows=1)
-        self.model = Qwen3(config, load_weights(config, self.device), self.attention)
+        self.model = Qwen3(config, load_weights(config, self.device), self.attention, self.device)
         self.scattered = iter(np.random.default_rng(0).permutation(np.arange(1, NUM_BLOCKS)))
         self.groups: list[int] = []
 
