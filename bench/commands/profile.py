@@ -1,20 +1,42 @@
 """`profile`: what single parts of the engine cost, one subcommand each.
 
-Knows the command line and how such figures are printed; `bench.probes` measures them. Invariant:
-every format has the same figures, and one without a yardstick is empty, never 0.
+Knows the command line and what a reader must be told of each profile's figures; `bench.probes`
+measures them and `sheet` writes them. Invariant: every format has the same figures, and one without
+a value is empty, never 0.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from bench.commands.sheet import FORMATS, Sheet, figure, render_sheet, undefined_remarks
+from deepinfer.names import DEVICES
+
 if TYPE_CHECKING:
+    from bench.probes.events import EventProfile, EventRow
     from bench.probes.host import HostProfile, HostRow
 
 KEYS = ("name", "value", "unit", "yardstick_value", "ratio")
+EVENT_KEYS = (
+    *("device", "name", "num_threads", "num_blocks", "value", "p99", "mean", "harness", "unit"),
+    *("num_calls", "verdict"),
+)
+
+_format_option = click.option(
+    "--format",
+    "format_name",
+    type=click.Choice(FORMATS),
+    default="text",
+    show_default=True,
+    help="How to write the figures.",
+)
+_quick_option = click.option(
+    "--quick", is_flag=True, help="Fewer rounds: a few seconds, rougher figures."
+)
 
 
 @click.group("profile")
@@ -23,15 +45,8 @@ def command() -> None:
 
 
 @command.command("host", short_help="Block manager, scheduler and release queue.")
-@click.option(
-    "--format",
-    "format_name",
-    type=click.Choice(("text", "md", "csv", "json")),
-    default="text",
-    show_default=True,
-    help="How to write the figures.",
-)
-@click.option("--quick", is_flag=True, help="Fewer rounds: a few seconds, wider intervals.")
+@_format_option
+@_quick_option
 def host(format_name: str, quick: bool) -> None:
     """Measure the host's bookkeeping beside a plain deque-and-list pool, in the same run.
 
@@ -39,11 +54,29 @@ def host(format_name: str, quick: bool) -> None:
     """
     from bench.probes.host import profile_host
 
-    profile = profile_host(quick=quick, on_probe=_show_progress)
-    if sys.stderr.isatty():
-        click.echo("\r\033[K", nl=False, err=True)
-    renderers = {"text": _text, "md": _markdown, "csv": _csv, "json": _json}
-    click.echo(renderers[format_name](profile), nl=False)
+    _print(_host_sheet, profile_host(quick=quick, on_probe=_show_progress), format_name)
+
+
+@command.command("events", short_help="What event synchronisation costs.")
+@click.option(
+    "--device",
+    "devices",
+    type=click.Choice(DEVICES),
+    multiple=True,
+    help="Where to measure; may be repeated.  [default: every device this machine has]",
+)
+@_format_option
+@_quick_option
+def events(devices: tuple[str, ...], format_name: str, quick: bool) -> None:
+    """Measure record, query, synchronize and the other event calls, and one event per step against
+    one per block.
+
+    Runs no model. The harness's own cost is measured beside each row, subtracted, and shown.
+    """
+    from bench.probes.events import profile_events
+
+    profile = profile_events(devices or None, quick=quick, on_probe=_show_progress)
+    _print(_events_sheet, profile, format_name)
 
 
 def _show_progress(name: str) -> None:
@@ -52,42 +85,58 @@ def _show_progress(name: str) -> None:
         click.echo(f"\r\033[Kmeasuring {name}", nl=False, err=True)
 
 
-def _cells(profile: HostProfile, row: HostRow) -> list[str]:
+def _print(make_sheet: Callable[[Any], Sheet], profile: Any, format_name: str) -> None:
+    if sys.stderr.isatty():
+        click.echo("\r\033[K", nl=False, err=True)
+    click.echo(render_sheet(make_sheet(profile), format_name), nl=False)
+
+
+# -- host ----------------------------------------------------------------------------------------
+
+
+def _host_sheet(profile: HostProfile) -> Sheet:
+    return Sheet(
+        headers=("name", "value", "unit", "yardstick", "ratio", "95 % interval", "target"),
+        cells=[_host_cells(profile, row) for row in profile.rows],
+        align=("left", "right", "left", "right", "right", "left", "left"),
+        remarks=_host_remarks(profile),
+        keys=KEYS,
+        records=[{key: getattr(row, key) for key in KEYS} for row in profile.rows],
+        facts={
+            "undefined": profile.undefined,
+            "intervals": {
+                row.name: [row.interval.low, row.interval.high]
+                for row in profile.rows
+                if row.interval
+            },
+            "targets": [
+                {"name": t.name, "at_most": t.at_most, "ratio": t.ratio, "met": t.met}
+                for t in profile.targets
+            ],
+        },
+    )
+
+
+def _host_cells(profile: HostProfile, row: HostRow) -> list[str]:
     targets = {target.name: target for target in profile.targets}
     target = targets.get(f"{row.name} / yardstick")
     return [
         row.name,
-        f"{row.value:.1f}",
+        figure(row.value, 1),
         row.unit,
-        "-" if row.yardstick_value is None else f"{row.yardstick_value:.1f}",
-        "-" if row.ratio is None else f"{row.ratio:.2f}",
+        figure(row.yardstick_value, 1),
+        figure(row.ratio, 2),
         "-" if row.interval is None else f"{row.interval.low:.2f} to {row.interval.high:.2f}",
         "" if target is None else f"<= {target.at_most:g} {'met' if target.met else 'MISSED'}",
     ]
 
 
-HEADERS = ("name", "value", "unit", "yardstick", "ratio", "95 % interval", "target")
-
-
-def _grid(profile: HostProfile, style: str) -> str:
-    from tabulate import tabulate
-
-    return tabulate(
-        [_cells(profile, row) for row in profile.rows],
-        headers=HEADERS,
-        tablefmt=style,
-        disable_numparse=True,
-        colalign=("left", "right", "left", "right", "right", "left", "left"),
-    )
-
-
-def _remarks(profile: HostProfile) -> list[str]:
-    """Sentences a reader of the figures needs."""
+def _host_remarks(profile: HostProfile) -> list[str]:
     from bench.probes.host import NUM_BLOCKS
 
     scaling = profile.targets[-1]
     met = "met" if scaling.met else "MISSED"
-    remarks = [
+    return [
         f"schedule_commit: 4096 costs {scaling.ratio:.1f} times 256 "
         f"(target <= {scaling.at_most:g}: {met})",
         "yardstick: a pool of a deque and lists in plain Python; rounds alternate with ours; for "
@@ -98,52 +147,66 @@ def _remarks(profile: HostProfile) -> list[str]:
         "schedule_commit_*: pure decode, prompts of 1024 tokens, block_size 128, the median step; "
         "*_growing: prompts of about 1024, 1 in 128 requests grows in each step, the mean step",
         "decode_like_step: 256 running, 16 grow by a block, one of 64 ends, one of 48 enters",
+        *undefined_remarks(profile.undefined, "no yardstick"),
     ]
-    reasons: dict[str, list[str]] = {}
-    for name, reason in profile.undefined.items():
-        reasons.setdefault(reason, []).append(name)
-    return remarks + [f"no yardstick: {', '.join(names)}: {why}" for why, names in reasons.items()]
 
 
-def _text(profile: HostProfile) -> str:
-    import textwrap
-
-    lines = [_grid(profile, "simple"), ""]
-    for remark in _remarks(profile):
-        lines += textwrap.wrap(remark, 100, subsequent_indent="    ")
-    return "\n".join(line.rstrip() for line in "\n".join(lines).split("\n")) + "\n"
+# -- events --------------------------------------------------------------------------------------
 
 
-def _markdown(profile: HostProfile) -> str:
-    remarks = "\n".join(f"- {remark}" for remark in _remarks(profile)).replace("*", r"\*")
-    return f"{_grid(profile, 'github')}\n\n{remarks}\n"
+def _events_sheet(profile: EventProfile) -> Sheet:
+    return Sheet(
+        headers=(
+            *("device", "call", "threads", "blocks", "median", "p99", "mean", "harness", "unit"),
+            *("calls", "wait"),
+        ),
+        cells=[_event_cells(row) for row in profile.rows],
+        align=("left", "left", *["right"] * 6, "left", "right", "left"),
+        remarks=_event_remarks(profile),
+        keys=EVENT_KEYS,
+        records=[{key: getattr(row, key) for key in EVENT_KEYS} for row in profile.rows],
+        facts={"undefined": profile.undefined},
+    )
 
 
-def _csv(profile: HostProfile) -> str:
-    import csv
-    import io
+def _event_cells(row: EventRow) -> list[str]:
+    return [
+        row.device,
+        row.name,
+        str(row.num_threads),
+        "" if row.num_blocks is None else str(row.num_blocks),
+        *(figure(value, 2) for value in (row.value, row.p99, row.mean, row.harness)),
+        row.unit,
+        str(row.num_calls),
+        row.verdict,
+    ]
 
-    out = io.StringIO()
-    writer = csv.writer(out)
-    writer.writerow(KEYS)
-    writer.writerows([getattr(row, key) for key in KEYS] for row in profile.rows)
-    return out.getvalue()
 
-
-def _json(profile: HostProfile) -> str:
-    """Rows of `KEYS`; beside them why a yardstick is null, intervals, targets and remarks."""
-    import json
-
-    document = {
-        "rows": [{key: getattr(row, key) for key in KEYS} for row in profile.rows],
-        "undefined": profile.undefined,
-        "intervals": {
-            row.name: [row.interval.low, row.interval.high] for row in profile.rows if row.interval
-        },
-        "targets": [
-            {"name": t.name, "at_most": t.at_most, "ratio": t.ratio, "met": t.met}
-            for t in profile.targets
-        ],
-        "notes": _remarks(profile),
-    }
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+def _event_remarks(profile: EventProfile) -> list[str]:
+    """How to read the figures, and the answer to the question of the last rows."""
+    rows = {(row.device, row.name, row.num_blocks): row.value for row in profile.rows}
+    ratios = [
+        f"{device} {name.removesuffix('_event_per_block')} {per_block / per_step:.0f} times"
+        for (device, name, num_blocks), per_block in rows.items()
+        if num_blocks == 1000 and name.endswith("_event_per_block") and per_block
+        if (per_step := rows[device, name.replace("per_block", "per_step"), num_blocks])
+    ]
+    answer = f"1000 blocks, an event per block against one per step: {', '.join(ratios)}"
+    return [
+        f"wall time of the host in microseconds, each call by itself, {profile.num_rounds} rounds "
+        "(a fifth of them for 2 threads and more) after one that warms up, garbage collector off",
+        "harness: the median of the same loop around nothing, run in turns with the call and "
+        "already subtracted; the mean has the empty loop's mean subtracted",
+        "median: an undisturbed call; on several threads the wait for Python's interpreter, and "
+        "for CUDA's driver, is in the mean (wall time of a thread by its calls) and the p99",
+        "each host thread has a device of its own: on cuda a stream and an event pool per thread "
+        "on one context, on the CPU devices nothing in common but the interpreter",
+        "create: a new event, which on cuda the driver makes at its first record: "
+        "create_and_record; reuse: take one from the pool and give it back",
+        "synchronize_waiting: submit an operation, record, wait, less the operation's own time on "
+        "the device; wait_cpu_share: CPU time of the process during a long wait",
+        "*_event_per_*: one step gives up so many blocks behind one event, or one for each block, "
+        "through the release queue, the device being done",
+        *([answer] if ratios else []),
+        *undefined_remarks(profile.undefined, "no figure"),
+    ]

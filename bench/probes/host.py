@@ -12,12 +12,10 @@ before its figures count.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 import timeit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -25,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.probes.harness import gc_off
 from bench.probes.plain_pool import PlainPool
 from bench.stats import Interval, median, paired_ratio
 from deepinfer.block_manager import BlockManager
@@ -108,7 +107,7 @@ def profile_host(
     """
     num_rounds, share = (7, 0.25) if quick else (61, 1.0)
     rows = []
-    with _gc_off():
+    with gc_off():
         for probe in _probes():
             on_probe(probe.name)
             rows.append(_measure(probe, num_rounds, share))
@@ -186,18 +185,6 @@ def _check_targets(rows: list[HostRow]) -> Iterator[Target]:
         yield Target(f"{name} / yardstick", at_most, ratio)
     many, few = (f"schedule_commit_{num_running}" for num_running in (4096, 256))
     yield Target(f"{many} / {few}", SCALING_TARGET, by_name[many].value / by_name[few].value)
-
-
-@contextmanager
-def _gc_off() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _probes() -> Iterator[_Probe]:

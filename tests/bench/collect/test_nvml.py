@@ -8,7 +8,15 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from bench.collect.nvml import FIGURES, NvmlCollector, default_gpu
+from bench.collect.nvml import (
+    FIGURES,
+    PROCESSES,
+    STATE,
+    THROTTLE_REASONS,
+    NvmlCollector,
+    NvmlGpu,
+    default_gpu,
+)
 
 
 class FakeNvml(ModuleType):
@@ -134,3 +142,56 @@ def test_a_torch_that_uses_cuda_is_asked_for_its_gpu(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     assert default_gpu() == "GPU-12-34"
+
+
+def test_the_real_package_reads_the_answers_of_the_c_library(library):
+    """nvidia-ml-py over a fake library: its structs, its two calls for the list of processes."""
+    with NvmlCollector() as collector:
+        reading = collector.read()
+    assert reading.values == {
+        "nvml_used_bytes": 40 * 2**30,
+        "nvml_total_bytes": 150754820096,
+        "nvml_process_bytes": 39 * 2**30,
+    }
+    assert library.asked[0] == "nvmlInitWithFlags"
+    assert library.asked[-1] == "nvmlShutdown"
+
+
+def test_an_older_driver_is_asked_for_throttle_reasons_by_their_old_name(library):
+    """A driver without `...EventReasons` answers `...ThrottleReasons`, with the same bits."""
+    library.missing.add("nvmlDeviceGetCurrentClocksEventReasons")
+    library.calls["nvmlDeviceGetCurrentClocksThrottleReasons"] = {"return": 0, "out": [0x60]}
+    with NvmlGpu() as gpu:
+        values, reasons = gpu.ask(*STATE)
+    assert values["throttle_reasons"] == ("sw_thermal_slowdown", "hw_thermal_slowdown")
+    assert reasons == {}
+
+
+def test_a_package_newer_than_the_driver_is_a_reason(library):
+    """pynvml then raises an error that is not an NVMLError: still one line, only that figure."""
+    library.missing.add("nvmlDeviceGetComputeRunningProcesses_v3")
+    with NvmlCollector() as collector:
+        reading = collector.read()
+    assert reading.values["nvml_used_bytes"] == 40 * 2**30
+    assert reading.values["nvml_process_bytes"] is None
+    assert "does not match" in reading.reason
+
+
+def test_the_slices_of_a_process_add_up(library):
+    """On MIG a process is listed once per slice; one size not told makes the sum unknown."""
+    processes = library.calls["nvmlDeviceGetComputeRunningProcesses_v3"]["processes"]
+    processes.append(dict(processes[0], gpuInstanceId=2))
+    with NvmlGpu() as gpu:
+        assert gpu.ask(PROCESSES)[0]["processes"][4242] == 2 * 2**30
+        processes.append(dict(processes[0], usedGpuMemory=2**64 - 1))
+        assert gpu.ask(PROCESSES)[0]["processes"][4242] is None
+
+
+def test_names_of_throttle_reasons_are_those_of_nvml_h():
+    """Each bit has the name that nvidia-ml-py gives it."""
+    import pynvml
+
+    for bit, name in THROTTLE_REASONS.items():
+        camel = "".join(part.capitalize() for part in name.split("_"))
+        assert getattr(pynvml, f"nvmlClocksThrottleReason{camel}") == bit
+    assert sum(THROTTLE_REASONS) == pynvml.nvmlClocksThrottleReasonAll

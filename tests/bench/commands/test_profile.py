@@ -1,4 +1,4 @@
-"""`profile host` on the command line."""
+"""`profile host` and `profile events` on the command line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.commands import main, profile
+from bench.probes.events import EventProfile, EventRow
 from bench.probes.host import HostProfile, HostRow, Target
 from bench.stats import Interval
 
@@ -33,6 +34,20 @@ FIGURES = HostProfile(
     num_rounds=7,
 )
 
+NO_CUDA = "not measured: device 'cuda': none here"
+EVENT_FIGURES = EventProfile(
+    rows=(
+        EventRow("cpu", "record", "us/call", 1, None, 0.08, 0.12, 0.09, 0.04, 5000),
+        EventRow("cpu", "record", "us/call", 8, None, 0.08, 0.31, 0.74, 0.04, 640000),
+        EventRow("cpu", "wait_cpu_share", "% of wall", value=0.25, verdict="blocks, as it should"),
+        EventRow("cpu", "query_pending", "us/call"),
+        EventRow("cpu", "polled_event_per_step", "us/step", 1, 1000, 20.0, 21.0, 20.5, 0.05, 100),
+        EventRow("cpu", "polled_event_per_block", "us/step", 1, 1000, 2e3, 3e3, 2e3, 0.05, 100),
+    ),
+    undefined={"cpu query_pending": "it passed too early", "cuda": NO_CUDA},
+    num_rounds=20,
+)
+
 
 def run_profile(*args):
     """Run the command; what it raises reaches the test."""
@@ -43,6 +58,52 @@ def run_profile(*args):
 def figures(monkeypatch):
     """Round figures in place of a measurement."""
     monkeypatch.setattr("bench.probes.host.profile_host", lambda **_: FIGURES)
+
+
+@pytest.fixture
+def event_figures(monkeypatch):
+    """Round figures of events, and what they were asked for."""
+    asked = []
+
+    def measured(devices, *, quick, on_probe):
+        asked.append((devices, quick))
+        return EVENT_FIGURES
+
+    monkeypatch.setattr("bench.probes.events.profile_events", measured)
+    return asked
+
+
+def test_the_event_table_has_a_row_for_each_figure(event_figures):
+    """Harness beside it, a dash and a reason where there is none, a wait with its verdict."""
+    done = run_profile("events")
+    assert (done.exit_code, done.stderr) == (0, "")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["cpu", "record", "8", "0.08", "0.31", "0.74", "0.04", "us/call", "640000"] in rows
+    assert ["cpu", "query_pending", "1", "-", "-", "-", "-", "us/call", "0"] in rows
+    assert any(row[1:2] == ["wait_cpu_share"] and row[-4:-2] == ["blocks,", "as"] for row in rows)
+    text = " ".join(done.stdout.split())
+    assert "an event per block against one per step: cpu polled 100 times" in text
+    assert f"no figure: cuda: {NO_CUDA}" in text
+    assert "no figure: cpu query_pending: it passed too early" in text
+
+
+def test_the_event_figures_are_the_same_in_json_and_csv(event_figures):
+    """Every key in every row, null or empty where undefined."""
+    document = json.loads(run_profile("events", "--format", "json").stdout)
+    assert all(tuple(row) == profile.EVENT_KEYS for row in document["rows"])
+    assert document["rows"][3]["value"] is None
+    assert document["undefined"] == EVENT_FIGURES.undefined
+    text = run_profile("events", "--format", "csv").stdout
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [row["value"] for row in rows] == ["0.08", "0.08", "0.25", "", "20.0", "2000.0"]
+    assert rows[1]["num_threads"] == "8"
+
+
+def test_devices_and_speed_are_passed_on(event_figures):
+    """None names no device: then it is all there are."""
+    run_profile("events", "--quick", "--device", "cpu", "--device", "cpu-stepped")
+    run_profile("events", "--format", "md")
+    assert event_figures == [(("cpu", "cpu-stepped"), True), (None, False)]
 
 
 def test_the_real_figures_come_out_as_json():
@@ -108,6 +169,7 @@ def test_markdown_is_a_table_and_a_list(figures):
         (("hots",), ("hots", "host")),
         (("host", "--format", "jsn"), ("--format", "jsn", "json")),
         (("host", "--quik"), ("--quik", "--quick")),
+        (("events", "--device", "cdua"), ("--device", "cdua", "cuda")),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args, named, capsys):
