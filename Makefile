@@ -29,5 +29,5 @@ clean:
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[test,oracle,lint]'
+	  --constraint constraints.txt --editable '.[test,oracle,lint,plots]'
 	touch $@

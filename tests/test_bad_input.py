@@ -87,7 +87,7 @@ def run_args(workload: str = "good.yaml", *more: object, profile: str = "cpu-tin
         (run_args("good.yaml", "--device", "cud"), ["device", "'cud'", "'cuda' (the nearest"]),
         (run_args("good.yaml", "-s", "blok_size=4"), ["setting blok_size", "'block_size' (the"]),
         (run_args("good.yaml", "-s", "fence=blok"), ["setting fence", "'blok'", "'block' (the"]),
-        (run_args("good.yaml", "--format", "html"), ["--format", "'html'", "'text', 'md'"]),
+        (run_args("good.yaml", "--format", "xls"), ["--format", "'xls'", "'text', 'md'"]),
         (["check", "power", "--profile", "tiny"], ["profile 'tiny'", "'cpu-tiny'"]),
         (["check", "powr"], ["'powr'", "'power'"]),
         (["lab", "blcks"], ["'blcks'", "'blocks'"]),

@@ -6,20 +6,32 @@ a table is a pure function of the results file, so an export never runs anything
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from bench.report.csv import render_csv
+from bench.report.files import write_file
+from bench.report.html import render_html
 from bench.report.json import render_json, render_jsonl
+from bench.report.latex import render_latex
 from bench.report.markdown import render_markdown
-from bench.report.table import Table, build_table
+from bench.report.sql import render_sql
+from bench.report.table import Table, View, build_table
 from bench.report.text import Screen, render_text
-from deepinfer.errors import UserError
+from bench.report.view import apply_view, split_keys
 
-__all__ = ["FORMATS", "Screen", "Table", "build_table", "render", "write_report"]
+__all__ = [
+    "FORMATS",
+    "Screen",
+    "Table",
+    "View",
+    "apply_view",
+    "build_table",
+    "render",
+    "split_keys",
+    "write_report",
+]
 
 FORMATS: dict[str, Callable[[Table, Screen], str]] = {
     "text": render_text,
@@ -27,6 +39,9 @@ FORMATS: dict[str, Callable[[Table, Screen], str]] = {
     "csv": lambda table, screen: render_csv(table),
     "json": lambda table, screen: render_json(table),
     "jsonl": lambda table, screen: render_jsonl(table),
+    "latex": lambda table, screen: render_latex(table),
+    "html": lambda table, screen: render_html(table),
+    "sql": lambda table, screen: render_sql(table),
 }
 
 
@@ -38,7 +53,7 @@ def render(table: Table, format: str = "text", screen: Screen | None = None) -> 
 def write_report(table: Table, format: str = "text", path: Path | None = None) -> None:
     """Write the table to the file `path`, or to stdout, as UTF-8 whatever the locale.
 
-    A file appears whole or not at all. Raises UserError if it cannot be written.
+    Raises UserError if the file cannot be written.
     """
     if path is None:
         text = render(table, format, Screen.of(sys.stdout))
@@ -47,15 +62,4 @@ def write_report(table: Table, format: str = "text", path: Path | None = None) -
         sys.stdout.buffer.write(text.encode("utf-8"))
         sys.stdout.buffer.flush()
         return
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder", hint="name a file in it")
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(render(table, format).encode("utf-8"))
-        part.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise UserError(
-            f"{path}: cannot write: {error.strerror}", hint="name a file in a folder that exists"
-        ) from error
+    write_file(path, render(table, format).encode("utf-8"))

@@ -9,6 +9,7 @@ import csv
 import io
 
 from bench.report.table import Table
+from bench.report.view import plain_value
 
 
 def render_csv(table: Table) -> str:
@@ -19,5 +20,7 @@ def render_csv(table: Table) -> str:
     writer.writerow([*keys, "unsafe", "baseline"])
     for row in table.rows:
         flags = (str(flag).lower() for flag in (row.unsafe, row.baseline))
-        writer.writerow([*(row.values[key] for key in keys), *flags])
+        writer.writerow(
+            [*(plain_value(row, c, table.view.precision) for c in table.columns), *flags]
+        )
     return out.getvalue()

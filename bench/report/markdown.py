@@ -7,25 +7,33 @@ from __future__ import annotations
 
 from tabulate import tabulate
 
-from bench.report.display import display, shown_columns
+from bench.report.display import Display, display, shown_columns
 from bench.report.notes import LEGEND
 from bench.report.table import Table
+from bench.report.view import groups
 
 
 def render_markdown(table: Table) -> str:
     """The table, its footnotes, notes and legend, ending with a newline."""
-    shown = display(table, shown_columns(table))
-    grid = tabulate(
+    numbers: dict[str, int] = {}
+    title = f"**{_escape(table.run.workload)}** on {_escape(table.run.profile)}"
+    lines = [title, ""]
+    for heading, part in groups(table):
+        lines += [f"### {_escape(heading)}", ""] if heading else []
+        lines += [_grid(display(part, shown_columns(part), numbers)), ""]
+    footnotes = [f"({i}) {text}" for text, i in numbers.items()]
+    lines += [f"- {_escape(text)}" for text in (*footnotes, *table.notes, *LEGEND)]
+    return "\n".join(lines) + "\n"
+
+
+def _grid(shown: Display) -> str:
+    return tabulate(
         [[_escape(text) for text in row] for row in shown.rows],
         headers=[_escape(column.title) for column in shown.columns],
         tablefmt="github",
         disable_numparse=True,
         colalign=["left" if c.kind == "axis" else "right" for c in shown.columns],
     )
-    footnotes = [f"({i}) {text}" for i, text in enumerate(shown.footnotes, 1)]
-    remarks = [f"- {_escape(text)}" for text in (*footnotes, *table.notes, *LEGEND)]
-    title = f"**{_escape(table.run.workload)}** on {_escape(table.run.profile)}"
-    return "\n".join([title, "", grid, "", *remarks]) + "\n"
 
 
 def _escape(text: str) -> str:

@@ -68,6 +68,7 @@ FIRST_AXES = ("release", "free_order")
 class Row:
     """One cell's figures: `values` has every column's key, `undefined` the reasons of the Nones."""
 
+    cell: int
     values: dict[str, Any]
     undefined: dict[str, str]
     unsafe: bool
@@ -76,20 +77,48 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """All that is printed of a run."""
+class View:
+    """What a reader wants to see of a table; see `bench.report.view`.
 
-    run: RunRecord
+    Attributes:
+        columns: keys, in the order to show them; empty for the format's own choice.
+        sort: keys, `-` before one for descending.
+        group_by: an axis whose values get a table each; empty for one table.
+        precision: significant figures of what is measured; None for the format's own choice.
+    """
+
+    columns: tuple[str, ...] = ()
+    sort: tuple[str, ...] = ()
+    group_by: str = ""
+    precision: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All that is printed of a run: `columns` of `rows`, as `view` wants them.
+
+    A row's `values` may have more keys than there are columns; formats show the columns only.
+    """
+
+    samples: Samples
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    view: View = View()
+
+    @property
+    def run(self) -> RunRecord:
+        """What was run."""
+        return self.samples.run
 
     @property
     def footnotes(self) -> tuple[str, ...]:
         """Each reason for an undefined value once, in the order of rows and columns."""
-        return tuple(
-            dict.fromkeys(reason for row in self.rows for reason in row.undefined.values())
+        keys = {column.key for column in self.columns}
+        reasons = (
+            reason for row in self.rows for key, reason in row.undefined.items() if key in keys
         )
+        return tuple(dict.fromkeys(reasons))
 
     @property
     def num_wrong_requests(self) -> int:
@@ -108,7 +137,7 @@ def build_table(samples: Samples) -> Table:
     ratios = _ratios(metrics, samples.run.seed)
     axes = _axis_columns(samples)
     return Table(
-        run=samples.run,
+        samples=samples,
         columns=(*axes, *METRIC_COLUMNS),
         rows=tuple(_row(cell, axes, ratio) for cell, ratio in zip(metrics, ratios, strict=True)),
         notes=build_notes(samples, metrics, ratios),
@@ -146,6 +175,7 @@ def _row(cell: CellMetrics, axes: tuple[Column, ...], ratio: PairedRatio | None)
         if value is None:
             undefined[column.key] = reason
     return Row(
+        cell.cell.cell,
         values,
         undefined,
         unsafe=cell.cell.unsafe,

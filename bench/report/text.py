@@ -19,15 +19,14 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from bench.report.display import Display, display, shown_columns
+from bench.report.display import Display, display, telling_columns
 from bench.report.notes import LEGEND
 from bench.report.table import Column, Row, Table
+from bench.report.view import groups
 
 GAP = 2
 # A rule below the header and nothing else, in ASCII: tables are pasted into mails and tickets.
 RULE = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
-# Columns that answer the question of the table even when they are 0 in every row.
-ALWAYS_SHOWN = ("tok_per_s", "wrong_requests", "max_logprob_diff")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,57 +50,40 @@ class Screen:
 
 def render_text(table: Table, screen: Screen) -> str:
     """The table, its footnotes, notes and legend, ending with a newline."""
-    columns, asides = _choose_columns(table)
-    shown = display(table, columns)
+    columns, asides = telling_columns(table)
+    numbers: dict[str, int] = {}
     lines = [f"{table.run.workload} on {table.run.profile}", ""]
-    for panel in _panels(shown, screen.width):
-        lines += [*_draw(shown, panel, table.rows, screen), ""]
-    lines += _paragraphs([f"({i}) {text}" for i, text in enumerate(shown.footnotes, 1)], screen)
+    for heading, part in groups(table):
+        shown = display(part, [c for c in columns if c in part.columns], numbers)
+        lines += [heading, ""] if heading else []
+        for panel in panels(shown, screen.width):
+            lines += [*_draw(shown, panel, part.rows, screen), ""]
+    lines += _paragraphs([f"({i}) {text}" for text, i in numbers.items()], screen)
     lines += _paragraphs([*table.notes, *asides], screen)
     lines += ["", *_paragraphs(LEGEND, screen)]
     return "\n".join(lines) + "\n"
 
 
-def _choose_columns(table: Table) -> tuple[list[Column], list[str]]:
-    """Columns that tell rows apart or say something, and sentences for those left out."""
-    shown: list[Column] = []
-    zero: list[str] = []
-    undefined: dict[str, list[str]] = {}
-    for column in shown_columns(table):
-        reasons = {row.undefined.get(column.key) for row in table.rows}
-        reason = next(iter(reasons)) if len(reasons) == 1 else None
-        is_zero = all(row.values[column.key] == 0 for row in table.rows)
-        if column.kind == "ratio" and len(table.rows) < 2:
-            continue
-        if column.kind == "axis" or column.key in ALWAYS_SHOWN or not (reason or is_zero):
-            shown.append(column)
-        elif reason:
-            undefined.setdefault(reason, []).append(column.title)
-        else:
-            zero.append(column.title)
-    asides = [f"undefined: {', '.join(names)}: {why}" for why, names in undefined.items()]
-    if zero:
-        asides.append(f"0 in every row: {', '.join(zero)}")
-    return shown, asides
-
-
-def _panels(shown: Display, width: int) -> list[list[int]]:
+def panels(shown: Display, width: int) -> list[list[int]]:
     """Indices of the columns of each panel: the axes in all of them, the rest as they fit."""
     widths = [
         max(map(len, (*column.header.split("\n"), *(row[i] for row in shown.rows))))
         for i, column in enumerate(shown.columns)
     ]
     axes = [i for i, column in enumerate(shown.columns) if column.kind == "axis"]
+    others = [i for i in range(len(widths)) if i not in axes]
+    if not others:
+        return [axes]
     start = sum(widths[i] + GAP for i in axes)
-    panels: list[list[int]] = []
+    cut: list[list[int]] = []
     used = width
-    for i in range(len(axes), len(widths)):
-        if not panels or used + widths[i] > width:
-            panels.append(list(axes))
+    for i in others:
+        if not cut or used + widths[i] > width:
+            cut.append(list(axes))
             used = start
-        panels[-1].append(i)
+        cut[-1].append(i)
         used += widths[i] + GAP
-    return panels
+    return cut
 
 
 def _draw(shown: Display, panel: Sequence[int], rows: Sequence[Row], screen: Screen) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,62 @@ def test_exporting_changes_no_result(comparison):
     assert {p: p.read_bytes() for p in comparison.path.parent.iterdir()} == before
 
 
+def test_columns_order_groups_and_digits_are_options(comparison):
+    """Keys as csv has them, blanks allowed, `-` for descending."""
+    done = run_export(
+        comparison.path,
+        *("--format", "csv", "--columns", "release, tok_per_s", "--sort", "-tok_per_s,release"),
+        *("--precision", "2"),
+    )
+    assert done.stdout.splitlines() == [
+        "release,tok_per_s,unsafe,baseline",
+        "polled,4.0,false,false",
+        "deferred,2.0,false,true",
+        "early,2.0,true,false",
+    ]
+    grouped = run_export(comparison.path, "--format", "md", "--group-by", "release")
+    assert grouped.stdout.count("### release: ") == 3
+
+
+@pytest.mark.parametrize("option", ["--columns", "--sort", "--group-by"])
+def test_an_unknown_key_is_refused_and_nothing_is_written(comparison, tmp_path, option):
+    """The nearest key is named."""
+    with pytest.raises(UserError, match="'release'"):
+        run_export(comparison.path, option, "relase", "-o", tmp_path / "table")
+    assert not (tmp_path / "table").exists()
+
+
+def test_plots_are_drawn_beside_the_table(comparison, tmp_path):
+    """The table still goes to stdout."""
+    pytest.importorskip("matplotlib", reason="needs the extra `plots`")
+    done = run_export(comparison.path, "--format", "csv", "--plot", tmp_path / "plots.svg")
+    assert done.stdout.startswith("release,")
+    assert (tmp_path / "plots.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_plots_without_matplotlib_write_nothing(comparison, tmp_path, monkeypatch):
+    """One line with the command that installs it, before any table."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="need matplotlib"):
+        run_export(comparison.path, "-o", tmp_path / "t.md", "--plot", tmp_path / "plots.png")
+    assert not (tmp_path / "t.md").exists()
+
+
+def documented():
+    """The arguments of every `export` command in docs/export.md."""
+    text = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    return re.findall(r"^\$ deepinfer-bench export results/fork-batch ?(.*)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("arguments", documented())
+def test_every_command_of_the_page_works(comparison, tmp_path, monkeypatch, arguments):
+    """As written, on another run's folder."""
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib", reason="needs the extra `plots`")
+    monkeypatch.chdir(tmp_path)
+    assert run_export(comparison.path.parent, *arguments.split()).exit_code == 0
+
+
 def test_a_bad_run_is_a_user_error(tmp_path):
     """A folder without results is named, and nothing is written."""
     with pytest.raises(UserError, match=r"no samples\.jsonl in it"):
@@ -70,4 +127,5 @@ def test_the_command_is_cheap_to_import():
     code = "import bench.commands.export, bench.commands.env, sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
-    assert not {"numpy", "rich", "torch", "pynvml", "psutil"} & set(done.stdout.split())
+    heavy = {"numpy", "rich", "torch", "pynvml", "psutil", "matplotlib"}
+    assert not heavy & set(done.stdout.split())

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from bench.report.json import render_json, render_jsonl
-from bench.report.table import build_table
+from bench.report.table import View, build_table
+from bench.report.view import apply_view
 
 
 def strict(text):
@@ -46,3 +47,14 @@ def test_json_lines_are_the_rows(comparison):
     table = build_table(comparison)
     lines = [strict(line) for line in render_jsonl(table).splitlines()]
     assert lines == strict(render_json(table))["rows"]
+
+
+def test_rows_have_the_chosen_columns_and_their_reasons_only(comparison):
+    """No key that was not asked for, and no reason for it."""
+    view = View(columns=("release", "nvml_used_mib"), sort=("-release",))
+    document = strict(render_json(apply_view(build_table(comparison), view)))
+    first = document["rows"][0]
+    assert list(first) == ["release", "nvml_used_mib", "unsafe", "baseline", "undefined"]
+    assert first["release"] == "polled"
+    assert first["undefined"] == {"nvml_used_mib": "nvml: no usable NVIDIA driver"}
+    assert document["footnotes"] == ["nvml: no usable NVIDIA driver"]

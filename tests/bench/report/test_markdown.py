@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bench.report.markdown import render_markdown
-from bench.report.table import build_table
+from bench.report.table import View, build_table
+from bench.report.view import apply_view
 
 
 def test_every_line_of_the_grid_has_every_column(comparison):
@@ -24,3 +25,15 @@ def test_values_cannot_break_the_grid(synthetic):
     text = render_markdown(build_table(run.end()))
     assert "x\\|y z" in text
     assert "a\\|b\\*c" in text
+
+
+def test_groups_are_tables_under_headings(comparison):
+    """A heading and a grid per value."""
+    table = apply_view(build_table(comparison), View(group_by="release"))
+    lines = render_markdown(table).splitlines()
+    assert [line for line in lines if line.startswith("###")] == [
+        "### release: deferred",
+        "### release: early",
+        "### release: polled",
+    ]
+    assert sum(line.startswith(("|-", "|:")) for line in lines) == 3

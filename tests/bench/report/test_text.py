@@ -7,8 +7,9 @@ import re
 
 import pytest
 
-from bench.report.table import build_table
+from bench.report.table import View, build_table
 from bench.report.text import Screen, render_text
+from bench.report.view import apply_view
 
 RED = "\x1b[1;31m"
 
@@ -113,3 +114,24 @@ def test_columns_sets_the_width(monkeypatch):
     assert Screen.of(io.StringIO()).width == 123
     monkeypatch.setenv("COLUMNS", "3")
     assert Screen.of(io.StringIO()).width == 40
+
+
+def test_groups_are_tables_under_their_value(comparison):
+    """Each with its heading and its rows; the axis is no column; footnotes are counted once."""
+    table = apply_view(build_table(comparison), View(("nvml_used_mib",), group_by="release"))
+    lines = render_text(table, Screen()).splitlines()
+    assert [line for line in lines if line.startswith("release: ")] == [
+        "release: deferred",
+        "release: early",
+        "release: polled",
+    ]
+    assert [line.strip() for line in lines].count("(1)") == 2
+    assert [line for line in lines if line.startswith("(1) nvml")] == [
+        "(1) nvml: no usable NVIDIA driver"
+    ]
+
+
+def test_axes_alone_make_a_table(comparison):
+    """No figure was asked for, none is shown."""
+    table = apply_view(build_table(comparison), View(("free_order", "release")))
+    assert "reverse UNSAFE  early" in render_text(table, Screen())
