@@ -1,4 +1,4 @@
-"""Skips what this machine cannot run, in one place, each with its reason.
+"""Skips what this machine cannot run, in one place, each with its reason; and one thread for torch.
 
 `cuda` needs an NVIDIA GPU, `oracle` needs transformers, `traces` needs the request traces beside
 the checkout. Nothing is imported or looked up unless a collected test carries the marker.
@@ -7,9 +7,14 @@ the checkout. Nothing is imported or looked up unless a collected test carries t
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
+
+# Tensors in tests are tiny: a second thread only waits for the first, 20 times as long on a busy
+# machine. OpenMP reads this when torch is loaded, later than here; subprocesses inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 

@@ -33,8 +33,8 @@ LAYERS = [
     {"bench.nearest", "bench.stats", "bench.yaml_source", "bench.schema", "bench.samples"},
     {"bench.validation", "bench.catalog", "bench.metrics", "bench.collect", "bench.traces"},
     {"bench.spec", "bench.arrivals", "bench.verify"},
-    {"bench.runner", "bench.labs", "bench.probes", "bench.report"},
-    {"bench.matrix", "bench.power"},
+    {"bench.runner", "bench.labs", "bench.report"},
+    {"bench.matrix", "bench.power", "bench.probes"},
     {"bench.commands"},
     {"cli"},
 ]

@@ -23,15 +23,6 @@ TOLERANCES = Tolerances(score=1e-3, logprob=2e-4)
 SIZE = 16
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors here are tiny: a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def device() -> Iterator[SteppedCpuDevice]:
     device = SteppedCpuDevice()

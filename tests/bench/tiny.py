@@ -16,7 +16,7 @@ from bench.runner import Round, RoundResult, Target
 from bench.samples import RoundRecord, Samples, SampleWriter, read_samples
 from bench.schema import Profile, Workload
 from bench.spec import Flags, Resolved, load_profile, parse_axes, resolve, resolve_cells
-from bench.verify import RequestVerdict, Tolerances
+from bench.verify import RequestVerdict
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = {"count": 4, "prompt_tokens": 40, "output_tokens": 12}
@@ -62,9 +62,8 @@ def run_round(
     return Round(resolved, target, specs, cell=0, index=0, warmup=False).run()
 
 
-def verdicts(resolved: Resolved, target: Target, result: RoundResult) -> dict[str, RequestVerdict]:
+def verdicts(target: Target, result: RoundResult) -> dict[str, RequestVerdict]:
     """What the dense reference says of each request that emitted tokens."""
-    tolerances = Tolerances(resolved.verify.score_tolerance, resolved.verify.logprob_tolerance)
     judged = target.verify(list(result.emissions.values()))
     return dict(zip(result.emissions, judged, strict=True))
 

@@ -20,15 +20,6 @@ CONFIG = EngineConfig(block_size=SIZE, num_blocks=64, max_model_len=256)
 PROMPT = np.random.default_rng(0).integers(0, 256, 70).tolist()
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors here are tiny: a second thread only waits for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def device() -> Iterator[SteppedCpuDevice]:
     device = SteppedCpuDevice()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,3 @@ def saved_qwen3(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder, max_shard_size="100KB" if "sharded" in request.param else "1GB")
     return folder, model
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors here are tiny: a second thread only waits for the first."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
