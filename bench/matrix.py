@@ -1,12 +1,14 @@
 """All cells of a comparison, interleaved round by round, each verified before its time counts.
 
-    warm-up     cell 0, cell 1, ...      other prompts, few tokens, never in a table
+    warm-up     cell 0, cell 1, ...      other prompts, few tokens, never in a table; again until
+                                         the step times have settled
     round 0     the cells in an order drawn from the seed
     round 1     ...
 
 Every measured round replays the same requests on a new engine, so a ratio between two cells of one
 round compares like with like, and one dense reference answers for all cells that emitted the same
-tokens. Knows nothing of tables. Invariant: a record is on disk before the next round begins, so
+tokens. A round in which the GPU was throttled is run once more: both are kept, the second counts.
+Knows nothing of tables. Invariant: a record is on disk before the next round begins, so
 whatever ends a run early ends it with everything measured so far.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,10 +28,24 @@ import numpy as np
 
 from bench.arrivals import ForkSpec, RequestSpec, build_requests
 from bench.collect.environment import collect_environment
+from bench.collect.reading import one_line
+from bench.resume import Kept
+from bench.rounds import (
+    DEFAULT_ROUNDS,
+    MAX_WARMUPS,
+    THROTTLED_ROUND,
+    WARMUP_ROUND,
+    Auto,
+    is_settled,
+    median_step_us,
+    play_rounds,
+    slowdowns,
+)
 from bench.runner import Round, RoundResult, Target
 from bench.samples import (
     CellRecord,
     EndRecord,
+    FailureRecord,
     Record,
     RoundRecord,
     RunRecord,
@@ -39,11 +56,15 @@ from bench.schema import Workload
 from bench.spec import Resolved
 from deepinfer.errors import UserError
 
-WARMUP_ROUND = -1
 WARMUP_TOKENS = 8  # outputs of a warm-up request at most
 WARMUP_PROMPT_TOKENS = 4096  # of all warm-up requests together, if the first has no more
 
 Progress = Callable[[str], None]
+NOTHING_KEPT = Kept()
+
+
+class _Stopped(Exception):
+    """A round failed, and the user asked to stop at that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +86,39 @@ class Matrix:
 
     Args:
         cells: the first is the baseline. All share one model and one workload.
-        rounds: measured rounds per cell.
+        rounds: measured rounds per cell; the fewest of them if `auto`.
+        auto: adds rounds until it says that they are enough.
+        make_round: for rounds that do more than the plain one.
+        metadata: the user's own keys, stored with the run.
+        kept: what a run that is carried on has already.
+        fail_fast: end the run at the first round that raises; else its cell is left alone and the
+            others run on.
 
     Raises UserError for whatever the devices, weights, engines or the trace refuse, and for what
     does not fit in memory. A context manager.
     """
 
     def __init__(
-        self, cells: Sequence[Cell], *, rounds: int, axes: dict[str, Any], progress: Progress
+        self,
+        cells: Sequence[Cell],
+        *,
+        rounds: int,
+        axes: dict[str, Any],
+        progress: Progress,
+        auto: Auto | None = None,
+        make_round: Callable[..., Round] = Round,
+        metadata: dict[str, Any] | None = None,
+        kept: Kept = NOTHING_KEPT,
+        fail_fast: bool = False,
     ) -> None:
         self._cells, self._rounds, self._axes = list(cells), rounds, axes
-        self._progress = progress
+        self._progress, self._metadata = progress, metadata or {}
+        self._kept, self._fail_fast = kept, fail_fast
+        self._failed: set[int] = set()  # cells that are left alone
+        self._auto, self._make_round = auto, make_round
+        self._speeds: list[dict[int, float]] = [{} for _ in cells]  # tok/s by round
+        for record in kept.rounds:
+            self._note_speed(record)
         self._environment = collect_environment()
         self._targets: dict[str, Target] = {}
         workload, seed, vocab_size = _shared_input(cells)
@@ -102,19 +145,52 @@ class Matrix:
         self._stack.close()
 
     def run(self, writer: SampleWriter) -> bool:
-        """Measure everything; False if Ctrl-C ended it early (what was measured is kept)."""
+        """Measure everything not yet done; False if something ended it early.
+
+        That is Ctrl-C, or a failure with `fail_fast`. What was measured is kept either way.
+        """
         self._write_header(writer)
         try:
-            for cell in self._cells:
-                self._run_round(writer, cell, WARMUP_ROUND)
-            for index in range(self._rounds):
-                for cell in self._order(index):
-                    self._run_round(writer, cell, index)
+            self._warm_up(writer)
+            ended = self._measure(writer)
         except KeyboardInterrupt:
             writer.write(EndRecord("interrupted", "Ctrl-C"))
             return False
-        writer.write(EndRecord("complete"))
+        except _Stopped as stop:
+            writer.write(EndRecord("stopped", str(stop)))
+            return False
+        writer.write(EndRecord("complete", ended))
         return True
+
+    def rounds_left(self, cell: Cell) -> int:
+        """Measured rounds of the cell that an earlier run has not done."""
+        return sum((cell.index, index) not in self._kept.done for index in range(self._rounds))
+
+    def _warm_up(self, writer: SampleWriter) -> None:
+        """All cells in turn, those again whose step times have not settled."""
+        step_us: dict[int, list[float | None]] = {cell.index: [] for cell in self._cells}
+        for number in range(MAX_WARMUPS):
+            for cell in self._cells:
+                if not self.rounds_left(cell) or is_settled(step_us[cell.index]):
+                    continue
+                if result := self._run_round(writer, cell, WARMUP_ROUND - number):
+                    step_us[cell.index].append(median_step_us(result.steps))
+
+    def _measure(self, writer: SampleWriter) -> str:
+        """All rounds not yet done; with `auto`, why there are no more."""
+
+        def play(cell: int, index: int) -> None:
+            if (cell, index) not in self._kept.done:
+                self._run_round(writer, self._cells[cell], index)
+
+        return play_rounds(
+            play,
+            self._speeds,
+            seed=self._cells[0].resolved.seed,
+            rounds=self._rounds,
+            auto=self._auto,
+            is_over=lambda: len(self._failed) == len(self._cells),
+        )
 
     def _try_engine(self, cell: Cell) -> None:
         """Make the cell's engine once and let go of it: what it refuses, it refuses now."""
@@ -126,26 +202,60 @@ class Matrix:
         ):
             self._round(cell, 0)
 
-    def _order(self, index: int) -> list[Cell]:
-        """The cells in the order of one round."""
-        seed = np.random.SeedSequence(self._cells[0].resolved.seed, spawn_key=(index,))
-        order = np.random.default_rng(seed).permutation(len(self._cells))
-        return [self._cells[i] for i in order]
+    def _run_round(self, writer: SampleWriter, cell: Cell, index: int) -> RoundResult | None:
+        """Run, verify and write one round; None if it raised, now or in an earlier one."""
+        if cell.index in self._failed:
+            return None
+        start = time.perf_counter()
+        try:
+            result = self._round(cell, index).run()
+            if index >= 0 and slowdowns(result.round.memory):
+                self._write(writer, _set_aside(result))
+                result = self._round(cell, index).run()
+            verdict = None if result.round.warmup else self._verify(cell, result, index)
+        except Exception as error:  # whatever it is, it is this cell's; the others can still run
+            self._fail(writer, cell, index, error)
+            return None
+        if (cell.index, index) not in self._kept.done:  # a warm-up that is run once more
+            self._write(writer, result, verdict, time.perf_counter() - start)
+            self._note_speed(result.round)
+        if index >= WARMUP_ROUND:  # the first warm-up stands for all in the count of what is left
+            self._progress(_progress_line(cell, index, self._rounds, result.round, verdict))
+        return result
 
-    def _run_round(self, writer: SampleWriter, cell: Cell, index: int) -> None:
-        result = self._round(cell, index).run()
-        verdict = None if result.round.warmup else self._verify(cell, result, index)
+    def _write(
+        self,
+        writer: SampleWriter,
+        result: RoundResult,
+        verdict: VerificationRecord | None = None,
+        elapsed_s: float | None = None,
+    ) -> None:
+        """All records of a round, the one that says that it is whole last."""
         records: list[Record] = [*result.requests, *result.steps]
         for record in records:
             writer.write(record)
         if verdict is not None:
             writer.write(verdict)
-        writer.write(result.round)
-        self._progress(_progress_line(cell, index, self._rounds, result.round, verdict))
+        writer.write(dataclasses.replace(result.round, elapsed_s=elapsed_s))
+
+    def _note_speed(self, record: RoundRecord) -> None:
+        if not record.warmup and record.wall_s > 0 and record.num_output_tokens > 0:
+            speed = record.num_output_tokens / record.wall_s
+            self._speeds[record.cell][record.round] = speed
+
+    def _fail(self, writer: SampleWriter, cell: Cell, index: int, error: Exception) -> None:
+        """Note why a round gave no result; its cell is not run on."""
+        reason = one_line(f"{type(error).__name__}: {error}")
+        writer.write(FailureRecord(cell.index, index, reason))
+        self._failed.add(cell.index)
+        name = cell.label or cell.resolved.workload.name
+        self._progress(f"{_which_round(index, self._rounds)}  {name}  FAILED: {reason}")
+        if self._fail_fast:
+            raise _Stopped(f"{name} failed") from error
 
     def _round(self, cell: Cell, index: int) -> Round:
-        warmup = index == WARMUP_ROUND
-        return Round(
+        warmup = index < 0
+        return self._make_round(
             cell.resolved,
             self._targets[cell.resolved.device],
             self._warmup_requests if warmup else self._requests,
@@ -157,7 +267,7 @@ class Matrix:
     def _verify(self, cell: Cell, result: RoundResult, index: int) -> VerificationRecord:
         """Every request of the round once more, through the dense reference."""
         target = self._targets[cell.resolved.device]
-        judged = target.verify(list(result.emissions.values()))
+        judged = target.verify(list(result.emissions.values()), cell.resolved.verify)
         verdicts = dict(zip(result.emissions, judged, strict=True))
         wrong_ids = tuple(name for name, verdict in verdicts.items() if verdict.wrong)
         return VerificationRecord(
@@ -172,23 +282,9 @@ class Matrix:
         )
 
     def _write_header(self, writer: SampleWriter) -> None:
-        first = self._cells[0].resolved
-        writer.write(
-            RunRecord(
-                workload=first.workload.name,
-                profile=first.profile_name,
-                command=tuple(sys.argv),
-                started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                environment=self._environment,
-                config=first.to_dict(),
-                config_hash=first.config_hash,
-                axes=self._axes,
-                seed=first.seed,
-                rounds=self._rounds,
-                notes=first.notes,
-            )
-        )
-        for cell in self._cells:
+        if not self._kept.has_run:
+            writer.write(self._run_record())
+        for cell in self._cells[self._kept.num_cells :]:
             writer.write(
                 CellRecord(
                     cell=cell.index,
@@ -197,6 +293,44 @@ class Matrix:
                     baseline=cell.index == 0,
                 )
             )
+
+    def _run_record(self) -> RunRecord:
+        first = self._cells[0].resolved
+        return RunRecord(
+            workload=first.workload.name,
+            profile=first.profile_name,
+            command=tuple(sys.argv),
+            started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            environment=self._environment,
+            config=first.to_dict(),
+            config_hash=first.config_hash,
+            axes=self._axes,
+            seed=first.seed,
+            rounds=self._rounds,
+            notes=(*first.notes, *_auto_note(self._auto)),
+            metadata=self._metadata,
+        )
+
+
+def _auto_note(auto: Auto | None) -> list[str]:
+    if auto is None:
+        return []
+    width = f"{100 * auto.half_width:g} %"
+    return [
+        f"-r auto: at least {DEFAULT_ROUNDS} rounds, more until half of every interval is within "
+        f"{width}, at most {auto.max_time_s:g} s"
+    ]
+
+
+def _set_aside(result: RoundResult) -> RoundResult:
+    """A throttled round under a number of its own: kept in the file, in no figure."""
+    number = THROTTLED_ROUND - result.round.round
+    return RoundResult(
+        dataclasses.replace(result.round, round=number, warmup=True),
+        [dataclasses.replace(record, round=number) for record in result.requests],
+        [dataclasses.replace(record, round=number) for record in result.steps],
+        result.emissions,
+    )
 
 
 def _shared_input(cells: Sequence[Cell]) -> tuple[Workload, int, int]:
@@ -248,7 +382,11 @@ def _progress_line(
     record: RoundRecord,
     verdict: VerificationRecord | None,
 ) -> str:
-    which = "warm-up " if record.warmup else f"round {index + 1}/{rounds}"
     speed = f"{record.num_output_tokens / record.wall_s:8.1f} tok/s" if record.wall_s else ""
     wrong = f"  {verdict.wrong_requests} WRONG" if verdict and verdict.wrong_requests else ""
+    which = _which_round(index, rounds)
     return f"{which}  {cell.label or cell.resolved.workload.name}  {speed}{wrong}"
+
+
+def _which_round(index: int, rounds: int) -> str:
+    return "warm-up " if index < 0 else f"round {index + 1}/{rounds}"

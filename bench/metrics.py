@@ -13,13 +13,16 @@ All count tokens, not the chunks in which tokens reach the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
+from typing import Any
 
 from bench import stats
+from bench.rounds import THROTTLED_ROUND, is_settled, median_step_us, slowdowns
 from bench.samples import (
     FORKED,
     CellRecord,
+    FailureRecord,
     RequestRecord,
     RoundRecord,
     Samples,
@@ -100,6 +103,10 @@ class CellMetrics:
     nvml_used_mib: Metric
     torch_peak_mib: Metric
     process_rss_mib: Metric
+    outlier_rounds: tuple[int, ...] = ()  # whose tok/s is far from the others'
+    slowed_rounds: tuple[int, ...] = ()  # with the GPU throttled, though they were run twice
+    num_repeated_rounds: int = 0  # throttled, then run again
+    is_settled: bool = True  # the last two warm-ups, where there were two
 
     @property
     def num_failed(self) -> int:
@@ -129,7 +136,7 @@ def _cell_metrics(samples: Samples, cell: CellRecord) -> CellMetrics:
     steps = [s for s in samples.steps if s.cell == cell.cell and s.round in measured]
     verdicts = [v for v in samples.verifications if v.cell == cell.cell]
     by_round, no_speed = _speed_by_round(rounds, requests)
-    return CellMetrics(
+    metrics = CellMetrics(
         cell=cell,
         num_rounds=len(rounds),
         num_unverified_rounds=len(measured - {v.round for v in verdicts}),
@@ -143,7 +150,46 @@ def _cell_metrics(samples: Samples, cell: CellRecord) -> CellMetrics:
         **_counter_metrics(rounds),
         **_verification_metrics(verdicts),
         **_memory_metrics(rounds),
+        outlier_rounds=stats.outliers(by_round),
+        slowed_rounds=tuple(r.round for r in rounds if slowdowns(r.memory)),
+        num_repeated_rounds=sum(
+            r.cell == cell.cell and r.round <= THROTTLED_ROUND for r in samples.rounds
+        ),
+        is_settled=_is_settled(samples, cell),
     )
+    failure = samples.failure_of(cell.cell)
+    return metrics if failure is None else _without_figures(metrics, failure)
+
+
+def _is_settled(samples: Samples, cell: CellRecord) -> bool:
+    """Whether the warm-up ended because it had settled; older files have one, which says nothing.
+
+    A run that was resumed warmed up again, which the file does not tell.
+    """
+    steps: dict[int, list[StepRecord]] = {
+        r.round: []
+        for r in samples.rounds
+        if r.cell == cell.cell and r.warmup and r.round > THROTTLED_ROUND
+    }
+    for step in samples.steps:
+        if step.cell == cell.cell and step.round in steps:
+            steps[step.round].append(step)
+    step_us = [median_step_us(steps[number]) for number in sorted(steps, reverse=True)]
+    return len(step_us) < 2 or is_settled(step_us)
+
+
+def _without_figures(metrics: CellMetrics, failure: FailureRecord) -> CellMetrics:
+    """A cell that failed has no figures, since it did not do its work; wrong answers stay wrong."""
+    where = "its warm-up" if failure.round < 0 else f"round {failure.round + 1}"
+    undefined = Metric(None, f"failed in {where}: {failure.reason}")
+    kept = ("wrong_requests", "near_ties", "max_logprob_diff")
+    figures = {f.name: getattr(metrics, f.name) for f in fields(metrics)}
+    emptied: dict[str, Any] = {
+        name: undefined
+        for name, figure in figures.items()
+        if isinstance(figure, Metric) and (name not in kept or figure.value is None)
+    }
+    return replace(metrics, tok_per_s_by_round={}, **emptied)
 
 
 def _speed_by_round(

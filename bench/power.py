@@ -22,7 +22,8 @@ import numpy as np
 from bench.runner import Target
 from bench.spec import Resolved
 from bench.verify import Emission, RequestVerdict
-from deepinfer.engine import LLMEngine, RequestOutput
+from deepinfer.engine import LLMEngine
+from deepinfer.outputs import RequestOutput
 from deepinfer.sequence import SamplingParams, blocks_for
 from deepinfer.sequence import Sequence as Request
 
@@ -101,7 +102,7 @@ def measure_power(
             rng = np.random.default_rng((resolved.seed, kind, len(verdicts)))
             size = min(BATCH, max(trials - len(verdicts), 2))  # a fault may need another request
             outputs = _run_batch(resolved, target, FAULTS.get(name), size, rng)
-            verdicts += target.verify(_emissions(outputs))
+            verdicts += target.verify(_emissions(outputs), resolved.verify)
             progress(f"{name}: {min(len(verdicts), trials)} of {trials}")
         verdicts = verdicts[:trials]
         diffs = [verdict.max_logprob_diff for verdict in verdicts]
@@ -159,6 +160,7 @@ def _emissions(outputs: list[tuple[SamplingParams, RequestOutput]]) -> list[Emis
         )
         for sampling, output in outputs
     ]
+
 
 def _num_used_blocks(engine: LLMEngine, row: int) -> int:
     """Blocks of a row that hold committed rows."""

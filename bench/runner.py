@@ -15,14 +15,17 @@ from dataclasses import dataclass, field
 
 from bench.arrivals import ChildSpec, RequestSpec
 from bench.collect.memory import MemoryCollector
+from bench.collect.sampler import NvmlSampler
 from bench.samples import FORKED, RequestRecord, RoundRecord, StepRecord
+from bench.schema import Verify
 from bench.spec import Resolved
 from bench.verify import DenseReference, Emission, RequestVerdict, Tolerances
 from deepinfer.block_manager import Verdict
 from deepinfer.device import Device, open_device
-from deepinfer.engine import LLMEngine, RequestOutput, StepOutput, StepStats
+from deepinfer.engine import LLMEngine
 from deepinfer.errors import DeepInferError
 from deepinfer.models.weights import Qwen3Weights, load_weights
+from deepinfer.outputs import RequestOutput, StepOutput, StepStats
 from deepinfer.sequence import SamplingParams
 
 
@@ -39,13 +42,12 @@ class Target:
             self.device.close()
             raise
         self._reference = DenseReference(self.weights, resolved.model)
-        verify = resolved.verify
-        self._tolerances = Tolerances(verify.score_tolerance, verify.logprob_tolerance)
 
-    def verify(self, emissions: Sequence[Emission]) -> list[RequestVerdict]:
+    def verify(self, emissions: Sequence[Emission], settings: Verify) -> list[RequestVerdict]:
         """The dense reference's verdict on each emission."""
+        tolerances = Tolerances(settings.score_tolerance, settings.logprob_tolerance)
         return self.device.run(
-            lambda: self._reference.check_all(emissions, self._tolerances), label="verify"
+            lambda: self._reference.check_all(emissions, tolerances), label="verify"
         )
 
     def close(self) -> None:
@@ -82,6 +84,7 @@ class Round:
     Args:
         requests: by arrival.
         cell, index: numbers for the records; `warmup` rounds are marked.
+        engine: a new one to drive; by default what `resolved` says.
     """
 
     def __init__(
@@ -93,8 +96,9 @@ class Round:
         cell: int,
         index: int,
         warmup: bool,
+        engine: LLMEngine | None = None,
     ) -> None:
-        self._engine = LLMEngine(
+        self._engine = engine or LLMEngine(
             resolved.model, resolved.engine, device=target.device, weights=target.weights
         )
         self._pending = deque(requests)
@@ -109,19 +113,22 @@ class Round:
         """Run to the end; whoever interrupts it loses this round only."""
         gc.collect()
         with MemoryCollector() as memory:
-            self._start_ns = time.perf_counter_ns()
-            while self._pending or self._engine.has_unfinished():
-                self._admit_arrivals()
-                if self._engine.submit():
-                    self._abort_leaving()
-                    self._take(self._engine.collect())
-                elif self._pending:
-                    time.sleep(max(self._pending[0].arrival_s - self._now(), 0.0))
-                elif self._engine.has_unfinished():  # not so if the last to arrive was refused
-                    raise DeepInferError("requests are left, but nothing can run: a scheduler bug")
-            return RoundResult(
-                self._round_record(memory), self._request_records(), self._steps, self._emissions
-            )
+            with NvmlSampler() as gpu:  # its last sample is taken when it is left
+                self._drive()
+            record = self._round_record(memory, gpu)
+        return RoundResult(record, self._request_records(), self._steps, self._emissions)
+
+    def _drive(self) -> None:
+        self._start_ns = time.perf_counter_ns()
+        while self._pending or self._engine.has_unfinished():
+            self._admit_arrivals()
+            if self._engine.submit():
+                self._abort_leaving()
+                self._take(self._engine.collect())
+            elif self._pending:
+                time.sleep(max(self._pending[0].arrival_s - self._now(), 0.0))
+            elif self._engine.has_unfinished():  # not so if the last to arrive was refused
+                raise DeepInferError("requests are left, but nothing can run: a scheduler bug")
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -252,7 +259,7 @@ class Round:
             for request_id, tracked in self._tracked.items()
         ]
 
-    def _round_record(self, memory: MemoryCollector) -> RoundRecord:
+    def _round_record(self, memory: MemoryCollector, gpu: NvmlSampler) -> RoundRecord:
         """Wall time runs from the first arrival to the last token."""
         tracked = self._tracked.values()
         first = min((request.arrival_s for request in tracked), default=0.0)
@@ -282,7 +289,7 @@ class Round:
                 "release_wait_us": release.counters.wait_ns / 1e3,
                 "stream_waits": release.counters.num_stream_waits,
             },
-            memory=memory.read(),
+            memory={**memory.read(), **({"gpu": gpu.summary()} if gpu.samples else {})},
         )
 
 

@@ -16,7 +16,17 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType, UnionType
-from typing import Any, ClassVar, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    TextIO,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from deepinfer.errors import UserError
 
@@ -76,7 +86,10 @@ class RoundRecord:
     Attributes:
         wall_s: from the first request's arrival to the last token, seconds.
         counters: what the engine counted in this round (`num_later`, `withheld_block_ms`, ...).
-        memory: as `bench.collect.memory.MemoryCollector.read` gives it.
+        memory: as `bench.collect.memory.MemoryCollector.read` gives it; where NVML works, `gpu`
+            too, as `bench.collect.sampler.NvmlSampler.summary` gives it.
+        elapsed_s: what the round cost whoever waited for it, making the engine and verifying
+            included, seconds; None in files of older versions.
     """
 
     kind: ClassVar[str] = "round"
@@ -88,6 +101,21 @@ class RoundRecord:
     num_prompt_tokens: int
     counters: dict[str, float | None]
     memory: dict[str, Any]
+    elapsed_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FailureRecord:
+    """Stands in place of a round that raised: `reason` is the error on one line.
+
+    The cell is not run on. A round of the same cell later in the file (the run was resumed) makes
+    the failure void.
+    """
+
+    kind: ClassVar[str] = "failure"
+    cell: int
+    round: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +211,7 @@ Record = (
     | RequestRecord
     | StepRecord
     | VerificationRecord
+    | FailureRecord
     | EndRecord
 )
 R = TypeVar("R", bound=Record)
@@ -202,28 +231,37 @@ class Samples:
     requests: list[RequestRecord] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     verifications: list[VerificationRecord] = field(default_factory=list)
+    failures: list[FailureRecord] = field(default_factory=list)
     end: EndRecord | None = None
     truncated: bool = False
+
+    def failure_of(self, cell: int) -> FailureRecord | None:
+        """The cell's last failure, unless the round that failed was run again and ended."""
+        ended = {record.round for record in self.rounds if record.cell == cell}
+        failures = (f for f in self.failures if f.cell == cell and f.round not in ended)
+        return max(failures, key=lambda failure: failure.round, default=None)
 
 
 class SampleWriter:
     """Appends records to a new results file; a context manager.
 
     `path` is the run's folder, made if missing, or a file name ending in `.jsonl`. Raises UserError
-    if the file exists already or cannot be made; an existing file is never touched.
+    if the file exists already or cannot be made; an existing file is touched only to `append`.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, append: bool = False) -> None:
         self.path = samples_path(path)
+        mode: Literal["a", "x"] = "a" if append else "x"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # SIM115 wants a `with`, but the file stays open for the life of the writer.
-            self._file: TextIO = open(self.path, "x", encoding="utf-8", newline="\n")  # noqa: SIM115
+            self._file: TextIO = open(self.path, mode, encoding="utf-8", newline="\n")  # noqa: SIM115
         except FileExistsError as error:
             if not self.path.is_file():  # a file stands where the folder should be
                 raise UserError(f"{self.path.parent}: not a folder") from error
             raise UserError(
-                f"{self.path}: results exist already", hint="choose another folder with -o"
+                f"{self.path}: results exist already",
+                hint="choose another folder with -o, or carry the run on with --resume",
             ) from error
         except OSError as error:
             raise UserError(
@@ -333,6 +371,8 @@ def _append(samples: Samples, record: Record | None, where: str) -> None:
             samples.verifications.append(record)
         case CellRecord():
             samples.cells.append(record)
+        case FailureRecord():
+            samples.failures.append(record)
         case EndRecord():
             samples.end = record
         case RunRecord():

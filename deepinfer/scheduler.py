@@ -12,7 +12,6 @@ refused at submission, so whoever waits runs in the end; a refused allocation ch
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from deepinfer.config import EngineConfig
 from deepinfer.errors import UnknownRequestError, UserError, check_name
 from deepinfer.fork import ForkSplit, split_fork, take_fork_blocks
 from deepinfer.names import FORK_TAIL_COPIES
+from deepinfer.outputs import SchedulerCounters
 from deepinfer.plan import Float32, Int32, Rows, StepPlan, StepResult
 from deepinfer.planning import PlanBuilder, split_budget
 from deepinfer.policies import ADMISSION, PREEMPTION, lifetime_blocks
@@ -38,31 +38,6 @@ from deepinfer.sequence import (
 
 NO_ROWS = np.empty(0, np.intp)
 NO_BLOCKS = np.empty(0, np.int32)
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Decisions so far.
-
-    Attributes:
-        num_later: times a request at the head of the queue was told to wait for blocks.
-        num_never: requests refused because they can never fit.
-        num_preemptions: times a running request's blocks were taken back.
-        num_recomputed_tokens: committed rows thrown away by preemption.
-        num_unforked: waiting forks that lost their pins so that others could run.
-        num_block_copies: blocks copied for forks and copy-on-write.
-        num_held_back: times a running sequence sat out a step, waiting for withheld blocks.
-        num_aborted: requests ended by `abort`.
-    """
-
-    num_later: int = 0
-    num_never: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    num_unforked: int = 0
-    num_block_copies: int = 0
-    num_held_back: int = 0
-    num_aborted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +108,11 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         """The running sequences, by admission."""
         return [self._at(row) for row in self._running.tolist()]
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """The requests without a row, by arrival."""
+        return self._waiting[:]
 
     def find(self, request_id: str) -> Sequence:
         """The live request of this id."""
@@ -444,17 +424,7 @@ class Scheduler:
             raise UserError(f"request id {request_id!r} is already in use")
         if not len(prompt):
             raise UserError(f"request {request_id!r}: empty prompt; needs at least one token")
-        if sampling.max_tokens < 1:
-            raise UserError(f"request {request_id!r}: max_tokens {sampling.max_tokens}; at least 1")
-        if not 0 <= sampling.temperature < math.inf:
-            raise UserError(
-                f"request {request_id!r}: temperature {sampling.temperature}; at least 0, finite"
-            )
-        # Neither may fail later, when the request gets its row in the middle of a step.
-        if not -(2**63) <= sampling.seed < 2**63:
-            raise UserError(f"request {request_id!r}: seed {sampling.seed} is not a 64-bit integer")
-        if sampling.stop_token_id is not None and not 0 <= sampling.stop_token_id < 2**31:
-            raise UserError(f"request {request_id!r}: stop_token_id {sampling.stop_token_id}")
+        sampling.check(request_id)
 
     def _enqueue(self, seq: Sequence) -> Verdict:
         longest = lifetime_blocks(seq.num_tokens, seq.max_total_tokens, self.config.block_size)

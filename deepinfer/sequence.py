@@ -16,11 +16,13 @@ result planned for an older epoch is recognised as stale.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from deepinfer.errors import UserError
 from deepinfer.plan import Float32, Int32, Rows
 
 NO_STOP_TOKEN = -1
@@ -42,6 +44,20 @@ class SamplingParams:
     temperature: float = 0.0
     seed: int = 0
     stop_token_id: int | None = None
+
+    def check(self, request_id: str) -> None:
+        """Raise UserError for a value that could only fail later, in the middle of a step."""
+        problem = None
+        if self.max_tokens < 1:
+            problem = f"max_tokens {self.max_tokens}; at least 1"
+        elif not 0 <= self.temperature < math.inf:
+            problem = f"temperature {self.temperature}; at least 0, finite"
+        elif not -(2**63) <= self.seed < 2**63:
+            problem = f"seed {self.seed} is not a 64-bit integer"
+        elif self.stop_token_id is not None and not 0 <= self.stop_token_id < 2**31:
+            problem = f"stop_token_id {self.stop_token_id}"
+        if problem:
+            raise UserError(f"request {request_id!r}: {problem}")
 
 
 @dataclass(slots=True, eq=False)

@@ -139,6 +139,7 @@ class Worker:
         def forward() -> None:
             logits = self.logits(plan)
             if logits is not None:
+                self._device.part("sampling")
                 flight.deliver(*self._sample(plan, logits))
 
         read, written = _touched_blocks(plan, self.cache.block_size)

@@ -25,16 +25,28 @@ LAYERS = [
         *("deepinfer.release", "deepinfer.fork", "deepinfer.policies", "deepinfer.planning"),
         *("deepinfer.cache_engine", "deepinfer.sampling"),
     },
-    {"deepinfer.scheduler", "deepinfer.models"},
+    {"deepinfer.outputs", "deepinfer.models"},
+    {"deepinfer.scheduler"},
     {"deepinfer.worker"},
     {"deepinfer.engine"},
     {"deepinfer"},  # its __init__: the public names
     {"bench"},  # its __init__: nothing
-    {"bench.nearest", "bench.stats", "bench.yaml_source", "bench.schema", "bench.samples"},
-    {"bench.validation", "bench.catalog", "bench.metrics", "bench.collect", "bench.traces"},
-    {"bench.spec", "bench.arrivals", "bench.verify"},
-    {"bench.runner", "bench.labs", "bench.report"},
-    {"bench.matrix", "bench.power", "bench.probes"},
+    {
+        *("bench.nearest", "bench.stats", "bench.yaml_source", "bench.schema", "bench.samples"),
+        "bench.provenance",
+    },
+    {"bench.rounds"},
+    {
+        *("bench.validation", "bench.catalog", "bench.metrics", "bench.collect", "bench.traces"),
+        "bench.resume",
+    },
+    {
+        *("bench.spec", "bench.arrivals", "bench.verify", "bench.verdicts"),
+        *("bench.diff", "bench.history", "bench.json_schema"),
+    },
+    {"bench.runner", "bench.labs", "bench.report", "bench.estimate"},
+    {"bench.matrix", "bench.power", "bench.probes", "bench.observer"},
+    {"bench.instrument"},
     {"bench.commands"},
     {"cli"},
 ]
@@ -44,11 +56,12 @@ HOST_CORE = [
     *("deepinfer", "deepinfer.errors", "deepinfer.names", "deepinfer.config", "deepinfer.plan"),
     *("deepinfer.free_list", "deepinfer.block_manager", "deepinfer.release", "deepinfer.sequence"),
     *("deepinfer.fork", "deepinfer.planning", "deepinfer.policies", "deepinfer.scheduler"),
+    "deepinfer.outputs",
 ]
 # What runs or measures a device may load torch; everything else of the toolkit may not.
 ON_DEVICE = {
     *("bench.runner", "bench.matrix", "bench.verify", "bench.labs", "bench.power"),
-    *("bench.probes", "bench.collect"),
+    *("bench.probes", "bench.collect", "bench.observer", "bench.instrument"),
 }
 
 

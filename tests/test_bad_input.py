@@ -231,7 +231,7 @@ def test_keys_and_values_of_a_profile(
 @pytest.mark.parametrize(
     ("more", "parts"),
     [
-        (["-r", 0], ["'--rounds'", "0 is not"]),
+        (["-r", 0], ["'--rounds'", "'0' is neither"]),
         (["-r", "x"], ["'--rounds'", "'x'"]),
         (["--seed", -1], ["'--seed'", "-1 is not"]),
         (["--seed", 2**63], ["seed", str(2**63)]),
@@ -439,7 +439,9 @@ def test_a_closed_stdout_ends_a_run_quietly(here: Path) -> None:
     finally:
         os.close(writer)
     assert done.returncode == 141
-    assert [line.split()[0] for line in done.stderr.splitlines()] == ["good:", "warm-up", "round"]
+    first, *rounds = done.stderr.splitlines()
+    assert first.startswith("good: 1 cell")
+    assert [line.split()[:2] for line in rounds] == [["[0/1]", "warm-up"], ["[1/1]", "round"]]
     assert run_cli("export", "out", cwd=here).stdout.startswith("good on cpu-tiny")
 
 

@@ -33,11 +33,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_has_every_workload_and_profile(wheel: Path) -> None:
-    """The YAML lies where the catalog looks when there is no checkout."""
+    """The YAML lies where the catalog looks when there is no checkout, its schema beside it."""
     names = set(zipfile.ZipFile(wheel).namelist())
     for kind in ("workloads", "profiles"):
-        files = sorted((ROOT / kind).glob("*.yaml"))
-        assert files
+        files = sorted((ROOT / kind).iterdir())
+        assert {file.suffix for file in files} == {".yaml", ".json"}
         for file in files:
             assert f"bench/_packaged/{kind}/{file.name}" in names
     assert not any(name.startswith("tests/") for name in names)

@@ -6,11 +6,12 @@ from typing import Any
 
 import click
 
+from bench.commands.completion import complete_names, complete_setting, complete_workload
 from bench.commands.measuring import measure, measuring_options
 
 
 @click.command("compare")
-@click.argument("workload")
+@click.argument("workload", shell_complete=complete_workload)
 @click.option(
     "-a",
     "--axis",
@@ -18,10 +19,19 @@ from bench.commands.measuring import measure, measuring_options
     multiple=True,
     metavar="NAME=V1,V2",
     help="A choice and its values; repeatable. The first of each makes the baseline.",
+    shell_complete=complete_setting(several=True),
 )
-@click.option("--release", help="Short for -a release=...")
-@click.option("--free-order", help="Short for -a free_order=...")
-@measuring_options(rounds=3)
+@click.option(
+    "--release",
+    help="Short for -a release=...",
+    shell_complete=complete_names("release", several=True),
+)
+@click.option(
+    "--free-order",
+    help="Short for -a free_order=...",
+    shell_complete=complete_names("free_order", several=True),
+)
+@measuring_options(rounds="auto")
 @click.pass_context
 def command(
     ctx: click.Context,

@@ -14,11 +14,13 @@ import traceback
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import CompletionItem, shell_complete
 
 from bench.nearest import choices
 from deepinfer.errors import DeepInferError, UserError
 
 PROGRAM = "deepinfer-bench"
+COMPLETE = "_DEEPINFER_BENCH_COMPLETE"  # set by a shell that asks what may come next
 
 # Name -> module with a click command `command`, and the line that `--help` shows: showing help must
 # not import any of them.
@@ -26,12 +28,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("bench.commands.run", "Run a workload once and print its table."),
     "compare": ("bench.commands.compare", "Run a workload with every combination of choices."),
     "export": ("bench.commands.export", "Print the table of a finished run in another format."),
+    "diff": ("bench.commands.diff", "Compare two saved results; an exit code for CI."),
+    "history": ("bench.commands.history", "List saved results of a workload over time."),
     "profile": ("bench.commands.profile", "Measure single parts of the engine."),
     "lab": ("bench.commands.lab", "Run the book's labs."),
     "check": ("bench.commands.check", "Check that wrong answers are noticed."),
     "list": ("bench.commands.list", "List workloads, profiles or policies."),
     "validate": ("bench.commands.validate", "Check workload and profile files."),
     "env": ("bench.commands.env", "Print what a result records of this machine."),
+    "schema": ("bench.commands.schema", "Print the JSON schema of workload or profile files."),
+    "completion": ("bench.commands.completion", "Print the script for a shell's completion."),
 }
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
@@ -56,6 +62,15 @@ class LazyGroup(click.Group):
         """Help lines from `COMMANDS`."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands from `COMMANDS`, and the group's own options."""
+        found = [
+            CompletionItem(name, help=text)
+            for name, (_, text) in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -102,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A command ends by returning (0), `ctx.exit(code)` or an exception.
     """
+    if os.environ.get(COMPLETE):
+        return answer_shell()
     args = list(sys.argv[1:] if argv is None else argv)
     color = False if os.environ.get("NO_COLOR") else None
     debug = False
@@ -122,6 +139,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         return _explain(error)
     return 0
+
+
+def answer_shell() -> int:
+    """Print what the shell asks for in `COMPLETE`: its script, or how its line may go on.
+
+    click's protocol. Loads neither torch nor numpy: it happens at each press of Tab.
+    """
+    return shell_complete(cli, {}, PROGRAM, COMPLETE, os.environ[COMPLETE])
 
 
 def _explain(error: Exception) -> int:

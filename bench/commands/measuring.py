@@ -8,48 +8,70 @@ the file in it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from bench.commands.export import FORMAT_NAMES
+from bench.commands.inputs import INPUT_OPTIONS, Decorator, load_input, with_options
+from bench.commands.planning import (
+    PLANNING_OPTIONS,
+    kept_of,
+    num_rounds_left,
+    open_writer,
+    parse_metadata,
+    show_plan,
+)
+from bench.commands.progress import Progress
 
 if TYPE_CHECKING:
+    from bench.rounds import Auto
     from bench.spec import Resolved
-
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 RESULTS = Path("results")
 
 
-def measuring_options(rounds: int) -> Callable[[Decorated], Decorated]:
+class RoundsType(click.ParamType[Any]):
+    """A number of rounds from 1 on, or `auto`."""
+
+    name = "N|auto"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | Literal["auto"]:
+        """`"7"` as 7, `"auto"` as it is."""
+        if value == "auto":
+            return "auto"
+        try:
+            rounds = int(value)
+        except ValueError:
+            rounds = 0
+        if rounds < 1:
+            self.fail(f"{value!r} is neither a number of rounds from 1 on nor auto", param, ctx)
+        return rounds
+
+
+def measuring_options(rounds: int | Literal["auto"]) -> Decorator[Any]:
     """The options both commands have; `rounds` is the default of `-r`."""
     options = (
-        click.option("--profile", default="cpu-small", show_default=True, help="Name or file."),
-        click.option("--device", help="cpu, cpu-stepped or cuda; default: the profile's."),
-        click.option("--seed", type=click.IntRange(min=0), help="Of requests and weights' order."),
-        click.option(
-            "-s",
-            "--set",
-            "settings",
-            multiple=True,
-            metavar="KEY=VALUE",
-            help="An engine setting, as block_size=16; repeatable.",
-        ),
-        click.option("--trace-file", help="Your copy of the trace the workload replays."),
-        click.option("--limit", type=click.IntRange(min=1), help="Requests to read of the trace."),
-        click.option("--scale-lengths", type=float, help="Factor on every token count."),
-        click.option("--speed", type=float, help="Divides the trace's arrival times."),
+        *INPUT_OPTIONS,
         click.option(
             "-r",
             "--rounds",
-            type=click.IntRange(min=1),
+            type=RoundsType(),
             default=rounds,
             show_default=True,
-            help="Measured rounds; one warm-up comes before them.",
+            help="Measured rounds, after the warm-ups; auto: as many as the intervals need.",
+        ),
+        click.option(
+            "--max-time",
+            "max_time_s",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="SECONDS",
+            help="With -r auto, begin no round that would end later; default 70.",
         ),
         click.option(
             "-o",
@@ -65,99 +87,100 @@ def measuring_options(rounds: int) -> Callable[[Decorated], Decorated]:
             show_default=True,
             help="How to write the table.",
         ),
+        *PLANNING_OPTIONS,
     )
 
-    def decorate(command: Decorated) -> Decorated:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
+    return with_options(options)
 
 
 def measure(
     workload_name: str,
     axes: Sequence[str],
     *,
-    profile: str,
-    device: str | None,
-    seed: int | None,
-    settings: Sequence[str],
-    trace_file: str | None,
-    limit: int | None,
-    scale_lengths: float | None,
-    speed: float | None,
-    rounds: int,
+    rounds: int | Literal["auto"],
+    max_time_s: float | None,
     output_dir: Path | None,
     format_name: str,
+    resume: bool,
+    dry_run: bool,
+    fail_fast: bool,
+    metadata: Sequence[str],
+    **input_options: Any,
 ) -> int:
     """Run all cells, print the table, return the exit code (1 if an answer was wrong)."""
-    from bench.catalog import find_profile, find_workload
-    from bench.matrix import Cell, Matrix
-    from bench.samples import SampleWriter
-    from bench.spec import Flags, load_profile, load_workload, parse_axes, resolve_cells
+    from bench.matrix import NOTHING_KEPT, Cell, Matrix
+    from bench.spec import parse_axes, resolve_cells
 
+    auto, num_rounds = _plan(rounds, max_time_s)
     parsed_axes = parse_axes(axes)
-    flags = Flags(
-        engine=_engine_flags(settings),
-        seed=seed,
-        device=device,
-        trace_path=trace_file,
-        limit=limit,
-        scale_lengths=scale_lengths,
-        speed=speed,
-    )
-    workload = load_workload(find_workload(workload_name))
-    resolved = resolve_cells(load_profile(find_profile(profile)), workload, flags, parsed_axes)
+    profile, workload, flags = load_input(workload_name, **input_options)
+    resolved = resolve_cells(profile, workload, flags, parsed_axes)
     cells = [
         Cell(index, _shown(values, cell), cell) for index, (values, cell) in enumerate(resolved)
     ]
+    shown_rounds = _num(num_rounds, "round") + " or more" * (auto is not None)
+    notes = parse_metadata(metadata)
+    kept = kept_of(output_dir, cells, num_rounds, notes) if resume else NOTHING_KEPT
+    if dry_run:
+        show_plan(cells, num_rounds, kept, RESULTS)
+        return 0
     folder = output_dir or _new_folder(workload.name, cells[0].resolved.profile_name)
+    num_left = num_rounds_left(cells, num_rounds, kept)
     stored_axes = {name: list(values) for name, values in parsed_axes.items()}
     with (
-        Matrix(cells, rounds=rounds, axes=stored_axes, progress=_say) as matrix,
-        SampleWriter(folder) as writer,
+        Progress(sys.stderr, None if auto else num_left) as progress,
+        Matrix(
+            cells,
+            rounds=num_rounds,
+            axes=stored_axes,
+            progress=progress,
+            auto=auto,
+            metadata=notes,
+            kept=kept,
+            fail_fast=fail_fast,
+        ) as matrix,
+        open_writer(folder, resume=resume) as writer,
     ):
-        _say(f"{workload.name}: {_num(len(cells), 'cell')}, {_num(rounds, 'round')} -> {folder}")
-        complete = matrix.run(writer)
-    return _report(folder, format_name, complete)
+        _say(f"{workload.name}: {_num(len(cells), 'cell')}, {shown_rounds} -> {folder}")
+        if resume:
+            _say(f"resumed: {num_left} of {len(cells) * num_rounds} rounds are left")
+        matrix.run(writer)
+    return _report(folder, format_name)
 
 
-def _report(folder: Path, format_name: str, complete: bool) -> int:
+def _plan(rounds: int | Literal["auto"], max_time_s: float | None) -> tuple[Auto | None, int]:
+    """What ends the run, and the rounds it has at least."""
+    from bench.rounds import DEFAULT_ROUNDS, Auto
+    from deepinfer.errors import UserError
+
+    if rounds == "auto":
+        return (Auto() if max_time_s is None else Auto(max_time_s=max_time_s)), DEFAULT_ROUNDS
+    if max_time_s is not None:
+        raise UserError(
+            f"--max-time {max_time_s:g} with -r {rounds}: expected -r auto",
+            hint="a fixed number of rounds ends when they are done",
+        )
+    return None, rounds
+
+
+def _report(folder: Path, format_name: str) -> int:
     from bench.commands.frame import EXIT_FAILED, EXIT_INTERRUPTED
     from bench.report import build_table, write_report
     from bench.samples import read_samples
 
-    table = build_table(read_samples(folder))
+    samples = read_samples(folder)
+    table = build_table(samples)
     write_report(table, format_name)
-    if not complete:
-        _say(f"interrupted; what was measured is in {folder}")
-        return EXIT_INTERRUPTED
-    return EXIT_FAILED if table.num_wrong_requests or table.nothing_completed else 0
+    if samples.end is not None and samples.end.status != "complete":
+        _say(f"{samples.end.status}; what was measured is in {folder}, --resume carries it on")
+        return EXIT_FAILED if samples.end.status == "stopped" else EXIT_INTERRUPTED
+    has_failed = any(samples.failure_of(cell.cell) for cell in samples.cells)
+    return EXIT_FAILED if has_failed or table.num_wrong_requests or table.nothing_completed else 0
 
 
 def _shown(values: dict[str, Any], cell: Resolved) -> dict[str, Any]:
     """A cell's axes; the two choices the tool is about are always among them."""
     return {"release": cell.engine.release, "free_order": cell.engine.free_order, **values}
-
-
-def _engine_flags(settings: Sequence[str]) -> Mapping[str, Any]:
-    """`["block_size=16"]` as typed engine settings."""
-    from bench.spec import parse_axes
-    from deepinfer.errors import UserError
-
-    flags = {}
-    for name, values in parse_axes(settings, what="setting").items():
-        if name == "device":
-            raise UserError("setting device: not of the engine; expected --device")
-        if len(values) != 1:
-            got = ",".join(map(str, values))
-            raise UserError(
-                f"setting {name}: several values (got {got}); expected one",
-                hint="`compare` takes several",
-            )
-        flags[name] = values[0]
-    return flags
 
 
 def _new_folder(workload: str, profile: str) -> Path:

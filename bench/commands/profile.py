@@ -7,13 +7,13 @@ a value is empty, never 0.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from bench.commands.sheet import FORMATS, Sheet, figure, render_sheet, undefined_remarks
+from bench.commands.profile_common import format_option, print_sheet, show_progress
+from bench.commands.profile_workload import memory, step, trace
+from bench.commands.sheet import Sheet, figure, undefined_remarks
 from deepinfer.names import DEVICES
 
 if TYPE_CHECKING:
@@ -26,14 +26,6 @@ EVENT_KEYS = (
     *("num_calls", "verdict"),
 )
 
-_format_option = click.option(
-    "--format",
-    "format_name",
-    type=click.Choice(FORMATS),
-    default="text",
-    show_default=True,
-    help="How to write the figures.",
-)
 _quick_option = click.option(
     "--quick", is_flag=True, help="Fewer rounds: a few seconds, rougher figures."
 )
@@ -44,8 +36,12 @@ def command() -> None:
     """Measure single parts of the engine."""
 
 
+for _subcommand in (step, memory, trace):
+    command.add_command(_subcommand)
+
+
 @command.command("host", short_help="Block manager, scheduler and release queue.")
-@_format_option
+@format_option
 @_quick_option
 def host(format_name: str, quick: bool) -> None:
     """Measure the host's bookkeeping beside a plain deque-and-list pool, in the same run.
@@ -54,7 +50,7 @@ def host(format_name: str, quick: bool) -> None:
     """
     from bench.probes.host import profile_host
 
-    _print(_host_sheet, profile_host(quick=quick, on_probe=_show_progress), format_name)
+    print_sheet(_host_sheet, profile_host(quick=quick, on_probe=show_progress), format_name)
 
 
 @command.command("events", short_help="What event synchronisation costs.")
@@ -65,7 +61,7 @@ def host(format_name: str, quick: bool) -> None:
     multiple=True,
     help="Where to measure; may be repeated.  [default: every device this machine has]",
 )
-@_format_option
+@format_option
 @_quick_option
 def events(devices: tuple[str, ...], format_name: str, quick: bool) -> None:
     """Measure record, query, synchronize and the other event calls, and one event per step against
@@ -75,20 +71,8 @@ def events(devices: tuple[str, ...], format_name: str, quick: bool) -> None:
     """
     from bench.probes.events import profile_events
 
-    profile = profile_events(devices or None, quick=quick, on_probe=_show_progress)
-    _print(_events_sheet, profile, format_name)
-
-
-def _show_progress(name: str) -> None:
-    """The row being measured, on a line of its own that the next one overwrites."""
-    if sys.stderr.isatty():
-        click.echo(f"\r\033[Kmeasuring {name}", nl=False, err=True)
-
-
-def _print(make_sheet: Callable[[Any], Sheet], profile: Any, format_name: str) -> None:
-    if sys.stderr.isatty():
-        click.echo("\r\033[K", nl=False, err=True)
-    click.echo(render_sheet(make_sheet(profile), format_name), nl=False)
+    profile = profile_events(devices or None, quick=quick, on_probe=show_progress)
+    print_sheet(_events_sheet, profile, format_name)
 
 
 # -- host ----------------------------------------------------------------------------------------
@@ -96,7 +80,7 @@ def _print(make_sheet: Callable[[Any], Sheet], profile: Any, format_name: str) -
 
 def _host_sheet(profile: HostProfile) -> Sheet:
     return Sheet(
-        headers=("name", "value", "unit", "yardstick", "ratio", "95 % interval", "target"),
+        headers=("name", "value", "unit", "yardstick", "ratio", "98 % interval", "target"),
         cells=[_host_cells(profile, row) for row in profile.rows],
         align=("left", "right", "left", "right", "right", "left", "left"),
         remarks=_host_remarks(profile),

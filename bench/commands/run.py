@@ -6,13 +6,22 @@ from typing import Any
 
 import click
 
+from bench.commands.completion import complete_names, complete_workload
 from bench.commands.measuring import measure, measuring_options
 
 
 @click.command("run")
-@click.argument("workload")
-@click.option("--release", help="Release policy; see `list policies`.")
-@click.option("--free-order", help="Free order; see `list policies`.")
+@click.argument("workload", shell_complete=complete_workload)
+@click.option(
+    "--release",
+    help="Release policy; see `list policies`.",
+    shell_complete=complete_names("release"),
+)
+@click.option(
+    "--free-order",
+    help="Free order; see `list policies`.",
+    shell_complete=complete_names("free_order"),
+)
 @measuring_options(rounds=1)
 @click.pass_context
 def command(

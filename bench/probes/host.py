@@ -2,7 +2,7 @@
 
 Each figure stands beside that of `PlainPool`, the simplest pool one would write in Python, taken in
 the same run: rounds of ours and of the yardstick alternate, so a slow minute of the machine hits
-both, and the ratio is the median of the rounds' ratios. Times are CPU time of this thread, with the
+both, and the ratio is the centre of the rounds' ratios. Times are CPU time of this thread, with the
 garbage collector off.
 
 Knows how the engine uses these parts, not how they work; knows no output format. Invariant: both
@@ -57,7 +57,7 @@ class HostRow:
         value: ours, median over the rounds.
         unit: `ns/block`, `us/step` or `us/table`.
         yardstick_value: the plain pool's, in the same unit; None where it has no counterpart.
-        ratio: median of the rounds' ratios of the two; None likewise.
+        ratio: centre of the rounds' ratios of the two; None likewise.
         interval: of that ratio.
     """
 
@@ -172,9 +172,9 @@ def _measure(probe: _Probe, num_rounds: int, share: float) -> HostRow:
     assert values[0] is not None, "at least one round is measured"
     if len(sides) == 1:
         return HostRow(probe.name, values[0], probe.unit)
-    paired = paired_ratio(dict(enumerate(times[0])), dict(enumerate(times[1])), seed=SEED)
+    paired = paired_ratio(dict(enumerate(times[0])), dict(enumerate(times[1])))
     assert paired is not None, "both sides ran in every round"
-    return HostRow(probe.name, values[0], probe.unit, values[1], paired.ratio, paired.interval)
+    return HostRow(probe.name, values[0], probe.unit, values[1], paired.center, paired.interval)
 
 
 def _check_targets(rows: list[HostRow]) -> Iterator[Target]:

@@ -56,10 +56,10 @@ def display(
 
 
 def shown_columns(table: Table) -> list[Column]:
-    """The columns asked for, else all but the ends of intervals, which stand with their ratio."""
+    """The columns asked for, else all but details and ends of intervals, shown with their ratio."""
     if table.view.columns:
         return list(table.columns)
-    return [column for column in table.columns if column.kind != "bound"]
+    return [column for column in table.columns if column.kind not in ("bound", "detail")]
 
 
 def telling_columns(table: Table) -> tuple[list[Column], list[str]]:
@@ -76,7 +76,7 @@ def telling_columns(table: Table) -> tuple[list[Column], list[str]]:
         reasons = {row.undefined.get(column.key) for row in table.rows}
         reason = next(iter(reasons)) if len(reasons) == 1 else None
         is_zero = all(row.values[column.key] == 0 for row in table.rows)
-        if column.kind == "ratio" and len(table.rows) < 2:
+        if column.kind in ("ratio", "word") and len(table.rows) < 2:
             continue
         if column.kind == "axis" or column.key in ALWAYS_SHOWN or not (reason or is_zero):
             shown.append(column)

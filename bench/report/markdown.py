@@ -16,27 +16,27 @@ from bench.report.view import groups
 def render_markdown(table: Table) -> str:
     """The table, its footnotes, notes and legend, ending with a newline."""
     numbers: dict[str, int] = {}
-    title = f"**{_escape(table.run.workload)}** on {_escape(table.run.profile)}"
+    title = f"**{escape(table.run.workload)}** on {escape(table.run.profile)}"
     lines = [title, ""]
     for heading, part in groups(table):
-        lines += [f"### {_escape(heading)}", ""] if heading else []
+        lines += [f"### {escape(heading)}", ""] if heading else []
         lines += [_grid(display(part, shown_columns(part), numbers)), ""]
     footnotes = [f"({i}) {text}" for text, i in numbers.items()]
-    lines += [f"- {_escape(text)}" for text in (*footnotes, *table.notes, *LEGEND)]
+    lines += [f"- {escape(text)}" for text in (*footnotes, *table.notes, *LEGEND)]
     return "\n".join(lines) + "\n"
 
 
 def _grid(shown: Display) -> str:
     return tabulate(
-        [[_escape(text) for text in row] for row in shown.rows],
-        headers=[_escape(column.title) for column in shown.columns],
+        [[escape(text) for text in row] for row in shown.rows],
+        headers=[escape(column.title) for column in shown.columns],
         tablefmt="github",
         disable_numparse=True,
         colalign=["left" if c.kind == "axis" else "right" for c in shown.columns],
     )
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Keep what would end a cell or begin markup as the characters it is."""
     for character in ("\\", "|", "*", "_", "`", "<"):
         text = text.replace(character, "\\" + character)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from bench.metrics import CellMetrics
+from bench.rounds import MAX_WARMUPS
 from bench.samples import Samples
-from bench.stats import PairedRatio
+from bench.stats import CONFIDENCE, MARGIN, Judgement, Verdict, Why
 
 LEGEND = (
     "TTFT: arrival to first token, queueing included. "
@@ -20,13 +21,14 @@ LEGEND = (
     "wait: mean time the host was blocked by the release policy.",
     "withheld block-ms, copies, LATER, preemptions: median of the rounds. "
     "Withheld peak and memory: largest. wrong requests: sum of all verified rounds.",
-    "vs baseline: median over rounds of tok/s divided by the baseline's of the same round, "
-    "[95 % bootstrap interval].",
+    "vs baseline: tok/s by the baseline's of the same round, the centre of the rounds' ratios "
+    f"[{100 * CONFIDENCE:g} % interval]. SAME: all of the interval within {100 * MARGIN:g} % of 1. "
+    "FASTER, SLOWER: all of it above 1, below 1. UNCLEAR: neither.",
 )
 
 
 def build_notes(
-    samples: Samples, metrics: Sequence[CellMetrics], ratios: Sequence[PairedRatio | None]
+    samples: Samples, metrics: Sequence[CellMetrics], judgements: Sequence[Judgement]
 ) -> tuple[str, ...]:
     """The notes of a run, the gravest first."""
     return (
@@ -37,7 +39,11 @@ def build_notes(
         *_per_cell(metrics, _failed),
         *samples.run.notes,
         _rounds(samples, metrics),
-        *_within_noise(metrics, ratios),
+        *_unclear(metrics, judgements),
+        *_detectable(metrics, judgements),
+        *_per_cell(metrics, _outliers),
+        *_per_cell(metrics, _throttled),
+        *_per_cell(metrics, _unsettled),
         *_per_cell(metrics, _near_ties),
     )
 
@@ -53,7 +59,10 @@ def _state_of_file(samples: Samples) -> list[str]:
         notes.append("TRUNCATED: the last line of the results file was cut off and is left out")
     if samples.end is None:
         notes.append("UNFINISHED: the results file has no end; the run was killed or still goes on")
-    elif samples.end.status != "complete":
+    elif samples.end.status == "complete":
+        if samples.end.reason:
+            notes.append(f"rounds were added until: {samples.end.reason}")
+    else:
         reason = f" ({samples.end.reason})" if samples.end.reason else ""
         notes.append(f"{samples.end.status.upper()}{reason}: the table shows what was measured")
     return notes
@@ -96,23 +105,76 @@ def _near_ties(m: CellMetrics) -> str:
 
 def _rounds(samples: Samples, metrics: Sequence[CellMetrics]) -> str:
     baseline = next((cell_label(m) for m in metrics if m.cell.baseline), None)
-    rounds = f"{_num(samples.run.rounds, 'measured round')} per cell"
+    count = max([samples.run.rounds, *(m.num_rounds for m in metrics)])  # `-r auto` adds some
+    rounds = f"{_num(count, 'measured round')} per cell"
     if baseline is None or len(metrics) < 2:
         return rounds
     return f"{rounds}; baseline: {baseline}"
 
 
-def _within_noise(
-    metrics: Sequence[CellMetrics], ratios: Sequence[PairedRatio | None]
-) -> list[str]:
-    same = [
-        cell_label(m)
-        for m, ratio in zip(metrics, ratios, strict=True)
-        if ratio is not None and ratio.is_noise and not m.cell.baseline
-    ]
-    if not same:
+_WHY_UNCLEAR = {
+    Why.TOO_WIDE: "the interval is too wide to tell; more rounds (-r, or -r auto) narrow it",
+    Why.ONE_ROUND: "one round says nothing of the noise; use -r 7 or more",
+    Why.TOO_FEW_ROUNDS: f"under seven rounds give no {100 * CONFIDENCE:g} % interval",
+    Why.NO_COMMON_ROUND: "no round in common with the baseline",
+    Why.UNSAFE: "unsafe, whatever its speed",
+    Why.WRONG_ANSWERS: "wrong answers here or in the baseline",
+    Why.FAILED_REQUESTS: "not as many failed requests as in the baseline: not the same work",
+    Why.THROTTLED: "the GPU was throttled here or in the baseline, in a repeated round too",
+}
+
+
+def _unclear(metrics: Sequence[CellMetrics], judgements: Sequence[Judgement]) -> list[str]:
+    """Why cells are UNCLEAR; those for the same reason in one line."""
+    if len(metrics) < 2 or not any(m.cell.baseline for m in metrics):
         return []
-    return [f"same as the baseline within noise (the interval covers 1): {', '.join(same)}"]
+    cells: dict[Why, list[str]] = {}
+    for m, judged in zip(metrics, judgements, strict=True):
+        if judged.verdict is Verdict.UNCLEAR:
+            cells.setdefault(judged.why, []).append(cell_label(m))
+    return [f"UNCLEAR, {', '.join(labels)}: {_WHY_UNCLEAR[why]}" for why, labels in cells.items()]
+
+
+def _detectable(metrics: Sequence[CellMetrics], judgements: Sequence[Judgement]) -> list[str]:
+    """The smallest difference the run could have seen, over cells whose interval is a real one."""
+    sizes = {
+        cell_label(m): 100 * judged.detectable
+        for m, judged in zip(metrics, judgements, strict=True)
+        if judged.ratio is not None
+        and judged.ratio.confidence >= CONFIDENCE
+        and judged.detectable is not None
+        and not m.cell.baseline
+    }
+    if not sizes:
+        return []
+    best, worst = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+    text = f"smallest difference this run could see: {sizes[best]:.2g} %"
+    if f"{sizes[best]:.2g}" == f"{sizes[worst]:.2g}":
+        return [text]
+    return [f"{text} ({best}) to {sizes[worst]:.2g} % ({worst})"]
+
+
+def _outliers(m: CellMetrics) -> str:
+    if not m.outlier_rounds or m.tok_per_s.value is None:
+        return ""
+    speeds = m.tok_per_s_by_round
+    rounds = ", ".join(f"round {r + 1} at {speeds[r]:.4g} tok/s" for r in m.outlier_rounds)
+    return f"outliers, counted like the others: {rounds}"
+
+
+def _throttled(m: CellMetrics) -> str:
+    if not m.num_repeated_rounds:
+        return ""
+    repeated = f"{_num(m.num_repeated_rounds, 'round')} run again because the GPU was throttled"
+    if not m.slowed_rounds:
+        return repeated
+    return f"{repeated}; THROTTLED again in {len(m.slowed_rounds)} of them"
+
+
+def _unsettled(m: CellMetrics) -> str:
+    if m.is_settled:
+        return ""
+    return f"never settled: step times still changed after {MAX_WARMUPS} warm-ups"
 
 
 def _per_cell(metrics: Sequence[CellMetrics], say: Callable[[CellMetrics], str]) -> list[str]:

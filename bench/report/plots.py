@@ -123,7 +123,7 @@ def _speed(table: Table) -> Plot | str:
     if not dots:
         return f"no plot of the speed: {'; '.join(missing) or 'no row'}"
     caption = (
-        "Median over rounds of tok/s divided by the baseline's, with its 95 % bootstrap interval; "
+        "Centre over rounds of tok/s divided by the baseline's, with its 98 % interval; "
         "an interval that covers 1 shows no difference. A dot without an interval has one round."
         if is_compared
         else "Median of the rounds."

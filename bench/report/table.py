@@ -14,9 +14,10 @@ from typing import Any, Literal
 from bench.metrics import CellMetrics, Metric, compute_metrics
 from bench.report.notes import build_notes
 from bench.samples import RunRecord, Samples
-from bench.stats import PairedRatio, paired_ratio
+from bench.stats import Judgement
+from bench.verdicts import judge_cells
 
-Kind = Literal["axis", "number", "count", "small", "ratio", "bound"]
+Kind = Literal["axis", "number", "count", "small", "ratio", "bound", "word", "detail"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class Column:
 
     `kind` says what its values are: `axis` a setting, `number` a measured figure, `count` a whole
     number, `small` a figure near 0 shown with its power of ten, `ratio` a quotient, `bound` an end
-    of the interval of the ratio to its left, with which it is shown.
+    of the interval of the ratio to its left, with which it is shown, `word` what the ratio says,
+    `detail` what is in files and on request only.
     """
 
     key: str
@@ -57,6 +59,9 @@ METRIC_COLUMNS = (
     Column("vs_baseline", "vs baseline", "ratio"),
     Column("vs_baseline_low", "vs baseline low", "bound"),
     Column("vs_baseline_high", "vs baseline high", "bound"),
+    Column("verdict", "verdict", "word"),
+    Column("verdict_reason", "verdict reason", "detail"),
+    Column("detectable_percent", "detectable\n%", "detail"),
     Column("nvml_used_mib", "NVML used\nMiB", "number"),
     Column("torch_peak_mib", "torch peak\nMiB", "number"),
     Column("process_rss_mib", "RSS\nMiB", "number"),
@@ -134,13 +139,13 @@ class Table:
 def build_table(samples: Samples) -> Table:
     """The table of a results file, a row per cell in the order of the file."""
     metrics = compute_metrics(samples)
-    ratios = _ratios(metrics, samples.run.seed)
+    judgements = judge_cells(metrics)
     axes = _axis_columns(samples)
     return Table(
         samples=samples,
         columns=(*axes, *METRIC_COLUMNS),
-        rows=tuple(_row(cell, axes, ratio) for cell, ratio in zip(metrics, ratios, strict=True)),
-        notes=build_notes(samples, metrics, ratios),
+        rows=tuple(_row(m, axes, judged) for m, judged in zip(metrics, judgements, strict=True)),
+        notes=build_notes(samples, metrics, judgements),
     )
 
 
@@ -152,19 +157,15 @@ def _axis_columns(samples: Samples) -> tuple[Column, ...]:
     return tuple(Column(name, name.replace("_", "\n", 1), "axis") for name in names)
 
 
-def _ratios(metrics: list[CellMetrics], seed: int) -> list[PairedRatio | None]:
-    baseline = next((m for m in metrics if m.cell.baseline), None)
-    if baseline is None:
-        return [None] * len(metrics)
-    reference = baseline.tok_per_s_by_round
-    return [paired_ratio(m.tok_per_s_by_round, reference, seed=seed) for m in metrics]
-
-
-def _row(cell: CellMetrics, axes: tuple[Column, ...], ratio: PairedRatio | None) -> Row:
+def _row(cell: CellMetrics, axes: tuple[Column, ...], judged: Judgement) -> Row:
     values: dict[str, Any] = {column.key: cell.cell.axes.get(column.key) for column in axes}
     undefined: dict[str, str] = {}
-    compared = _ratio_metrics(ratio)
+    compared = _ratio_metrics(judged)
+    values["verdict"] = judged.verdict.value if judged.verdict else judged.why.value
+    values["verdict_reason"] = judged.why.value
     for column in METRIC_COLUMNS:
+        if column.key in values:
+            continue
         metric = compared.get(column.key) or getattr(cell, column.key)
         value, reason = metric.value, metric.reason
         if value is not None and not math.isfinite(value):
@@ -184,14 +185,17 @@ def _row(cell: CellMetrics, axes: tuple[Column, ...], ratio: PairedRatio | None)
     )
 
 
-def _ratio_metrics(ratio: PairedRatio | None) -> dict[str, Metric]:
+def _ratio_metrics(judged: Judgement) -> dict[str, Metric]:
+    ratio = judged.ratio
+    keys = ("vs_baseline", "vs_baseline_low", "vs_baseline_high", "detectable_percent")
     if ratio is None:
-        none = Metric(None, "no round to compare with the baseline's")
-        return {"vs_baseline": none, "vs_baseline_low": none, "vs_baseline_high": none}
+        return dict.fromkeys(keys, Metric(None, "no round to compare with the baseline's"))
     low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None)
+    percent = None if judged.detectable is None else 100 * judged.detectable
     reason = "one round has no interval"
     return {
-        "vs_baseline": Metric(ratio.ratio),
+        "vs_baseline": Metric(ratio.center),
         "vs_baseline_low": Metric.of(low, reason),
         "vs_baseline_high": Metric.of(high, reason),
+        "detectable_percent": Metric.of(percent, reason),
     }

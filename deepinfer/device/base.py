@@ -8,7 +8,8 @@ any order against another stream, or against the host, except where an event say
 at them; they are the seam for checkers. `cost` is the seam for a simulated device.
 
 One host thread drives a device. An operation calls nothing of the device that runs it but
-`upload`, `download` and `linear`: one that waited for the device would wait for itself.
+`upload`, `download`, `linear`, `part` and `stamp`: one that waited for the device would wait for
+itself.
 
 `Failure`, `EventPool` and `run_and_wait` are the parts every device shares. No torch here.
 """
@@ -39,6 +40,21 @@ class DeviceMemory:
     reserved_bytes: int | None = None
     allocated_bytes: int | None = None
     peak_allocated_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClockAnchor:
+    """One moment on the device's clock and on the host's.
+
+    Attributes:
+        event: a timing event that has passed; the caller recycles it.
+        host_ns: when it did, by `time.perf_counter_ns`.
+        error_ns: how far off that may be, either way; 0 where device and host share the clock.
+    """
+
+    event: Event
+    host_ns: int
+    error_ns: int
 
 
 class Event(Protocol):
@@ -134,6 +150,25 @@ class Device(Protocol):
 
     def download(self, tensor: Any) -> Readback:
         """Inside submitted work: start copying `tensor` to the host."""
+        ...
+
+    def part(self, name: str) -> None:
+        """Inside submitted work: what follows is its part `name`.
+
+        Does nothing: like `reads` and `writes` of an operation, it is for whoever watches.
+        """
+        ...
+
+    def stamp(self, event: Event) -> None:
+        """Inside submitted work: `event`, made with timing=True, passes behind what the operation
+        has done so far."""
+        ...
+
+    def anchor(self) -> ClockAnchor:
+        """Where the two clocks meet; `elapsed_ms` since its event places any other event.
+
+        Waits until the device has nothing to do, so call it before and after what is measured.
+        """
         ...
 
     def synchronize(self) -> None:

@@ -1,10 +1,11 @@
-"""The CPU's matrix product with a fixed weight: oneDNN with the weight packed once, where torch has it.
+"""The CPU's matrix product with a fixed weight: oneDNN with the weight packed once.
 
-torch's own `F.linear` calls MKL, which on this product reaches 130 to 210 GFLOP/s where oneDNN, with
-the weight laid out for it beforehand, reaches 320 to 520 (AMD EPYC with AVX-512, two cores; shapes
-of the profile `cpu-small`, 16 and 1024 rows). It also gives a row the same bits whatever other rows
-it is computed with. The two operators are those that torch's compiler calls; they are not a public
-API, so they are tried once on the weight itself, and MKL serves where they are missing or differ.
+torch's own `F.linear` calls MKL, which on this product reaches 130 to 210 GFLOP/s where oneDNN,
+with the weight laid out for it beforehand, reaches 320 to 520 (AMD EPYC with AVX-512, two cores;
+shapes of the profile `cpu-small`, 16 and 1024 rows). It also gives a row the same bits whatever
+other rows it is computed with. The two operators are those that torch's compiler calls; they are no
+public API, so they are tried once on the weight itself, and MKL serves where they are missing or
+differ.
 
 Knows nothing of models. Invariant: the result is x @ weight.T in the weight's precision.
 """

@@ -10,6 +10,7 @@ Invariant: a pinned buffer is not rewritten while a copy out of it may still be 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +19,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from deepinfer.device.base import DeviceMemory, Event, EventPool, Failure, T, run_and_wait
+from deepinfer.device.base import (
+    COMPUTE,
+    ClockAnchor,
+    DeviceMemory,
+    Event,
+    EventPool,
+    Failure,
+    T,
+    run_and_wait,
+)
 from deepinfer.errors import DeviceError, UserError
 
 MIN_STAGING_BYTES = 512
+NUM_ANCHORS = 16
 
 
 def size_class(num_bytes: int) -> int:
@@ -295,6 +306,32 @@ class CudaDevice:
     def run(self, fn: Callable[[], T], *, label: str = "") -> T:
         """Run `fn` on stream `COMPUTE` and wait for it; raises what it raises."""
         return run_and_wait(self, fn, label)
+
+    def part(self, name: str) -> None:
+        """Nothing; see `base.Device.part`."""
+
+    def stamp(self, event: Event) -> None:
+        """Record `event` on the current stream, behind the kernels launched so far."""
+        _cuda_event(event).record_on(torch.cuda.current_stream(self._device))
+
+    def anchor(self) -> ClockAnchor:
+        """The tightest of a few records on an idle stream, each between two looks at the clock."""
+        self.synchronize()
+        stream = self.stream(COMPUTE)
+        best: ClockAnchor | None = None
+        for _ in range(NUM_ANCHORS):
+            event = self.event(timing=True)
+            before_ns = time.perf_counter_ns()
+            stream.record(event)
+            self.synchronize()
+            half_ns = (time.perf_counter_ns() - before_ns) // 2
+            anchor = ClockAnchor(event, before_ns + half_ns, half_ns)
+            if best is None or half_ns < best.error_ns:
+                best, anchor = anchor, best or anchor
+            if anchor is not best:
+                self.recycle(anchor.event)
+        assert best is not None, "at least one was tried"
+        return best
 
     def synchronize(self) -> None:
         """Block the host until the GPU has nothing to do, torch's default stream included.

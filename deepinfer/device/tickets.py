@@ -26,7 +26,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from deepinfer.device.base import DeviceMemory, Event, EventPool, Failure, T, run_and_wait
+from deepinfer.device.base import (
+    ClockAnchor,
+    DeviceMemory,
+    Event,
+    EventPool,
+    Failure,
+    T,
+    run_and_wait,
+)
 from deepinfer.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -294,6 +302,23 @@ class TicketDevice(ABC, Generic[S]):
     def download(self, tensor: torch.Tensor) -> HostReadback:
         """`tensor` itself, which must not be written again before it is read."""
         return HostReadback(tensor)
+
+    def part(self, name: str) -> None:
+        """Nothing; see `base.Device.part`."""
+
+    def stamp(self, event: Event) -> None:
+        """Let `event` pass now: an operation of the CPU is where it is."""
+        event = own_event(event)
+        event.reset()
+        event.stamp = Stamp()
+        event.stamp()
+
+    def anchor(self) -> ClockAnchor:
+        """Now: stamps are taken from the host's clock, so nothing is off."""
+        self.synchronize()
+        event = self.event(timing=True)
+        self.stamp(event)
+        return ClockAnchor(event, event._time_ns(), error_ns=0)
 
     def synchronize(self) -> None:
         """Block the host until every stream is empty; then raise DeviceError if one has failed."""

@@ -11,6 +11,7 @@ import pytest
 from bench.samples import (
     CellRecord,
     EndRecord,
+    FailureRecord,
     RequestRecord,
     RoundRecord,
     RunRecord,
@@ -82,6 +83,7 @@ class SyntheticRun:
         near_ties: int = 0,
         counters: dict[str, Any] | None = None,
         memory: dict[str, Any] | None = None,
+        elapsed_s: float | None = None,
     ) -> None:
         """A round of requests (arrival, token times, finish reason); `wrong=None` is unverified."""
         for index, (arrival_s, times, reason) in enumerate(requests):
@@ -111,6 +113,7 @@ class SyntheticRun:
                 num_prompt_tokens=10 * len(requests),
                 counters={**COUNTERS, **(counters or {})},
                 memory=MEMORY if memory is None else memory,
+                elapsed_s=elapsed_s,
             )
         )
         if wrong is not None:
@@ -127,6 +130,10 @@ class SyntheticRun:
                     wrong_ids,
                 )
             )
+
+    def fail(self, cell: int, number: int = 0, reason: str = "RuntimeError: no") -> None:
+        """A round that raised."""
+        self._writer.write(FailureRecord(cell, number, reason))
 
     def end(self, status: str = "complete", reason: str = "") -> Samples:
         """Write the last line and read the file."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import matrix
 from bench.arrivals import RequestSpec
 from bench.matrix import WARMUP_TOKENS, Cell, Matrix
 from bench.metrics import compute_metrics
 from bench.report import build_table
-from bench.runner import Round
-from bench.samples import Samples, read_samples
+from bench.rounds import Auto
+from bench.runner import Round, RoundResult
+from bench.samples import Samples, SampleWriter, read_samples
 from bench.schema import Workload
 from deepinfer.cache_engine import KVCache
 from deepinfer.errors import UserError
@@ -43,15 +44,16 @@ def played(samples: Samples) -> list[tuple[int, int]]:
     return [(record.round, record.cell) for record in samples.rounds]
 
 
-def test_cells_run_interleaved_after_one_warm_up_each(comparison: Samples) -> None:
+def test_cells_run_interleaved_after_their_warm_ups(comparison: Samples) -> None:
     """First all warm-ups, then round by round every cell once, not always in the same order."""
     order = played(comparison)
-    assert order[:6] == [(-1, cell) for cell in range(6)]
-    rounds = [order[begin : begin + 6] for begin in (6, 12, 18)]
+    assert order[:12] == [(number, cell) for number in (-1, -2) for cell in range(6)]
+    order = [entry for entry in order if entry[0] >= 0]
+    rounds = [order[begin : begin + 6] for begin in (0, 6, 12)]
     for index, entries in enumerate(rounds):
         assert sorted(entries) == [(index, cell) for cell in range(6)]
     assert len({tuple(cell for _, cell in entries) for entries in rounds}) > 1
-    assert len(order) == 24
+    assert len(order) == 18
 
 
 def test_the_order_is_drawn_from_the_seed(small: Workload, tmp_path: Path) -> None:
@@ -59,7 +61,8 @@ def test_the_order_is_drawn_from_the_seed(small: Workload, tmp_path: Path) -> No
     orders = []
     for number, seed in enumerate((1, 1, 2)):
         cells = cells_of(small, "release=deferred,polled,step,ordered", seed=seed)
-        orders.append(played(run_matrix(tmp_path / str(number), cells)[1]))
+        samples = run_matrix(tmp_path / str(number), cells)[1]
+        orders.append([entry for entry in played(samples) if entry[0] >= 0])
     assert orders[0] == orders[1] != orders[2]
 
 
@@ -105,14 +108,18 @@ class Recorded(Round):
 
 
 def test_rounds_replay_the_same_requests_and_warm_ups_others(
-    small: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Workload, tmp_path: Path
 ) -> None:
     """Measured rounds get equal requests; a warm-up shares no prompt with them and is short."""
     Recorded.given = []
-    monkeypatch.setattr(matrix, "Round", Recorded)
-    assert run_matrix(tmp_path, cells_of(small, "release=deferred,step"), 2)[0]
-    assert [index for index, _ in Recorded.given] == [-1, -1, 0, 0, 1, 1]
-    warm = [spec for index, specs in Recorded.given if index == -1 for spec in specs]
+    cells = cells_of(small, "release=deferred,step")
+    with (
+        Matrix(cells, rounds=2, axes={}, progress=silent, make_round=Recorded) as prepared,
+        SampleWriter(tmp_path) as writer,
+    ):
+        assert prepared.run(writer)
+    assert [index for index, _ in Recorded.given if index >= -1] == [-1, -1, 0, 0, 1, 1]
+    warm = [spec for index, specs in Recorded.given if index < 0 for spec in specs]
     rounds = [
         [(s.request_id, s.arrival_s, s.prompt_token_ids.tobytes(), s.seed) for s in specs]
         for index, specs in Recorded.given
@@ -134,10 +141,10 @@ def test_what_was_measured_is_on_disk_before_the_next_round(
     def progress(text: str) -> None:
         samples = read_samples(tmp_path)
         assert not samples.truncated
-        seen.append(len(samples.rounds))
+        seen.append(len(measured(samples)))
 
     run_matrix(tmp_path, cells_of(small, "release=deferred,step"), 2, progress)
-    assert seen == [1, 2, 3, 4, 5, 6]
+    assert seen == [0, 0, 1, 2, 3, 4]
 
 
 def test_all_cells_and_runs_emit_the_same_tokens(
@@ -206,7 +213,7 @@ def test_a_round_that_was_interrupted_midway_does_not_count(
     monkeypatch.setattr(Round, "_take", take)
     complete, samples = run_matrix(tmp_path, cells_of(small), 3)
     assert not complete
-    assert played(samples) == [(-1, 0), (0, 0)]
+    assert [entry for entry in played(samples) if entry[0] >= 0] == [(0, 0)]
 
 
 def test_wrong_answers_are_counted_and_named(
@@ -242,6 +249,59 @@ def test_what_a_cell_refuses_is_refused_before_anything_runs(
     with pytest.raises(UserError, match=part):
         Matrix(cells_of(small, axis), rounds=1, axes={}, progress=silent)
     assert threading.active_count() == before
+
+
+class Hot(Round):
+    """A round whose GPU is throttled, as often as told."""
+
+    num_hot: int
+
+    def run(self) -> RoundResult:
+        """As `Round.run`, with the memory of a throttled GPU."""
+        result = super().run()
+        if result.round.warmup or Hot.num_hot == 0:
+            return result
+        Hot.num_hot -= 1
+        gpu = {"slowdowns": ["hw_thermal_slowdown"]}
+        memory = {**result.round.memory, "torch_peak_allocated_bytes": 1, "gpu": gpu}
+        return replace(result, round=replace(result.round, memory=memory))
+
+
+@pytest.mark.parametrize(("num_hot", "num_left"), [(1, 0), (2, 1)])
+def test_a_throttled_round_is_run_once_more(
+    small: Workload, tmp_path: Path, num_hot: int, num_left: int
+) -> None:
+    """The first attempt is kept under a number of its own; the second counts, throttled or not."""
+    Hot.num_hot = num_hot
+    (cell,) = cells_of(small)
+    with (
+        Matrix([cell], rounds=2, axes={}, progress=silent, make_round=Hot) as prepared,
+        SampleWriter(tmp_path) as writer,
+    ):
+        assert prepared.run(writer)
+    samples = read_samples(tmp_path)
+    numbers = [record.round for record in samples.rounds if record.round not in (-2, -3, -4)]
+    assert numbers == [-1, -1001, 0, 1]
+    (metrics,) = compute_metrics(samples)
+    assert (metrics.num_rounds, metrics.num_repeated_rounds) == (2, 1)
+    assert len(metrics.slowed_rounds) == num_left
+    assert metrics.num_requests == 2 * 7
+
+
+def test_rounds_are_added_as_long_as_intervals_are_wide(small: Workload, tmp_path: Path) -> None:
+    """No interval is within a millionth of a percent, so only the time ends the run."""
+    cells = cells_of(small, "release=deferred,step")
+    auto = Auto(half_width=1e-8, max_time_s=2.0)
+    with (
+        Matrix(cells, rounds=7, axes={}, progress=silent, auto=auto) as prepared,
+        SampleWriter(tmp_path) as writer,
+    ):
+        assert prepared.run(writer)
+    samples = read_samples(tmp_path)
+    assert samples.end is not None
+    assert samples.end.reason == "--max-time of 2 s"
+    assert any("-r auto: at least 7 rounds" in note for note in samples.run.notes)
+    assert len(measured(samples)) % 2 == 0
 
 
 def test_the_label_of_a_cell_is_its_axes(small: Workload) -> None:

@@ -203,3 +203,27 @@ def test_a_cell_that_never_ran_is_undefined_throughout(synthetic):
     assert metrics.later.value is None
     assert metrics.process_rss_mib.reason == "no process_rss_bytes recorded"
     assert metrics.num_failed == 0
+
+
+def test_a_cell_that_failed_has_its_reason_for_every_figure(synthetic):
+    """Also those of its good rounds: it did not do its work. Wrong answers stay wrong."""
+    run = synthetic(rounds=2)
+    cell, other = run.cell(), run.cell()
+    run.round(cell, 0, wrong=1)
+    run.fail(cell, 1, "RuntimeError: no")
+    run.round(other, 0)
+    failed, good = compute_metrics(run.end())
+    reason = "failed in round 2: RuntimeError: no"
+    assert (failed.tok_per_s.value, failed.tok_per_s.reason) == (None, reason)
+    assert failed.process_rss_mib.reason == reason
+    assert failed.tok_per_s_by_round == {}
+    assert failed.wrong_requests.value == 1
+    assert good.tok_per_s.value == 3.0
+
+
+def test_a_warm_up_can_fail_too(synthetic):
+    """Then nothing was measured or verified, and that is the reason."""
+    run = synthetic()
+    run.fail(run.cell(), -1, "RuntimeError: no")
+    metrics = only_cell(run.end())
+    assert metrics.wrong_requests.reason == "failed in its warm-up: RuntimeError: no"

@@ -121,7 +121,7 @@ def test_decode_path_fork_replaces_the_parent(target: Target) -> None:
         outputs.append(tuple(tokens[42:]))
     assert len(set(outputs)) == 3
     assert result.round.counters["num_block_copies"] == 3
-    assert not any(verdict.wrong for verdict in verdicts(target, result).values())
+    assert not any(verdict.wrong for verdict in verdicts(resolved, target, result).values())
 
 
 def test_prompt_path_fork_shares_the_prefix_alone(target: Target) -> None:
@@ -136,7 +136,7 @@ def test_prompt_path_fork_shares_the_prefix_alone(target: Target) -> None:
         prompt = [*parent.prompt_token_ids.tolist(), *child.own_prompt_token_ids.tolist()]
         assert emission.num_prompt == 47
         assert emission.token_ids[:47] == prompt
-    assert not any(verdict.wrong for verdict in verdicts(target, result).values())
+    assert not any(verdict.wrong for verdict in verdicts(resolved, target, result).values())
 
 
 @pytest.mark.parametrize("own", [0, 7])
@@ -270,7 +270,7 @@ def test_every_workload_runs_right_and_says_many_things(target: Target, name: st
     result = run_round(resolved, target)
     check_records(result, resolved.engine.num_blocks)
     assert "never" not in reasons(result)
-    found = verdicts(target, result)
+    found = verdicts(resolved, target, result)
     assert [request_id for request_id, verdict in found.items() if verdict.wrong] == []
     outputs = [np.asarray(e.token_ids[e.num_prompt :]) for e in result.emissions.values()]
     counts = np.bincount(np.concatenate(outputs))
@@ -299,7 +299,7 @@ def test_every_trace_workload_replays_a_trace(
     assert reasons(result) == {"length": 3}
     arrivals = (0.0, 0.052, 0.09814) if name.startswith("azure") else (0.0, 0.09, 0.09)
     assert tuple(request.arrival_s for request in result.requests) == pytest.approx(arrivals)
-    assert not any(verdict.wrong for verdict in verdicts(target, result).values())
+    assert not any(verdict.wrong for verdict in verdicts(resolved, target, result).values())
 
 
 def test_weights_that_cannot_be_loaded_leave_no_device_open(tmp_path: Path) -> None:

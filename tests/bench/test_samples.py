@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.samples import SampleWriter, read_samples
+from bench.samples import EndRecord, SampleWriter, read_samples
 from deepinfer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +34,34 @@ def test_records_come_back_as_they_were_written(synthetic, make_step):
     assert samples.verifications[0].wrong_ids == ("r0",)
     assert (samples.end.status, samples.end.reason) == ("interrupted", "Ctrl-C")
     assert not samples.truncated
+
+
+def test_a_failure_holds_until_its_round_has_ended(synthetic):
+    """Of several the last round's counts; one that was run again and ended is void."""
+    run = synthetic()
+    first, second = run.cell(), run.cell()
+    run.fail(first, 0, "RuntimeError: once")
+    run.fail(second, 0, "RuntimeError: ever")
+    run.fail(second, 1, "RuntimeError: again")
+    run.round(first, 0)
+    samples = run.end()
+    assert len(samples.failures) == 3
+    assert samples.failure_of(first) is None
+    assert samples.failure_of(second).reason == "RuntimeError: again"
+
+
+def test_a_file_can_be_appended_to(synthetic):
+    """Only if asked; what was there stays."""
+    run = synthetic()
+    cell = run.cell()
+    path = run.folder / "samples.jsonl"
+    before = path.read_bytes()
+    with SampleWriter(run.folder, append=True) as writer:
+        writer.write(EndRecord("complete"))
+    assert path.read_bytes().startswith(before)
+    samples = read_samples(run.folder)
+    assert [record.cell for record in samples.cells] == [cell]
+    assert samples.end == EndRecord("complete")
 
 
 def test_each_line_is_on_disk_before_the_next_is_begun(synthetic):

@@ -62,9 +62,9 @@ def run_round(
     return Round(resolved, target, specs, cell=0, index=0, warmup=False).run()
 
 
-def verdicts(target: Target, result: RoundResult) -> dict[str, RequestVerdict]:
+def verdicts(resolved: Resolved, target: Target, result: RoundResult) -> dict[str, RequestVerdict]:
     """What the dense reference says of each request that emitted tokens."""
-    judged = target.verify(list(result.emissions.values()))
+    judged = target.verify(list(result.emissions.values()), resolved.verify)
     return dict(zip(result.emissions, judged, strict=True))
 
 

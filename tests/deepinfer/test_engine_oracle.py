@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from deepinfer.config import EngineConfig
-from deepinfer.engine import LLMEngine, RequestOutput
+from deepinfer.engine import LLMEngine
 from deepinfer.models.hf_config import model_config_from_folder
+from deepinfer.outputs import RequestOutput
 from deepinfer.sequence import SamplingParams
 
 pytestmark = pytest.mark.oracle

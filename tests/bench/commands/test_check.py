@@ -60,3 +60,49 @@ def test_false_alarms_fail_the_check(tmp_path: Path, capsys: pytest.CaptureFixtu
     profile = with_tolerance(tmp_path, "1.0e-3", "1.0e-12")
     assert check("--format", "json", profile=profile) == 1
     assert json.loads(capsys.readouterr().out)[0]["flagged"] == 4
+
+
+def test_the_verdicts_are_counted_and_bounded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`check instrument` prints what was found and asked, and its exit code is whether it holds."""
+    from bench import instrument
+
+    monkeypatch.setattr(instrument, "ENGINE_MAX_TIME_S", 0.5)
+    main(["check", "instrument", "--quick", "--trials", "3", "--format", "json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["name"], row["num_trials"]) for row in rows] == [
+        ("A/A, fake", 3),
+        ("planted 5 %, fake", 3),
+        ("A/A, engine", 2),
+        ("planted 5 %, engine", 1),
+    ]
+    assert all(sum(row["verdicts"].values()) == row["num_trials"] for row in rows)
+
+
+@pytest.mark.parametrize(("limit", "code", "mark"), [(0.0, 0, "ok"), (1.1, 1, "FAILED")])
+def test_a_bound_that_fails_is_exit_code_1(
+    limit: float,
+    code: int,
+    mark: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More power than there can be is asked for: the line says so, and the command fails."""
+    from bench import instrument
+
+    monkeypatch.setattr(instrument, "check_engine", lambda *args: [])
+    monkeypatch.setattr(instrument, "POWER", limit)
+    monkeypatch.setattr(instrument, "FALSE_ALARMS", 1.0)
+    monkeypatch.setattr(instrument, "COVERAGE", 0.0)
+    assert main(["check", "instrument", "--trials", "2"]) == code
+    out = capsys.readouterr().out
+    assert f"{mark:6}  planted 5 %, fake: SLOWER in 100.0 %, at least" in out
+
+
+def test_the_observer_says_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    """`check observer` prints the parts, and fails where they are more than the limit."""
+    code = main(["check", "observer", "--profile", "cpu-tiny", "-r", "1", "--format", "json"])
+    cost = json.loads(capsys.readouterr().out)
+    assert code == int(cost["total"] > cost["limit"])
+    assert cost["num_pairs"] > 100

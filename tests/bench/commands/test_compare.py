@@ -58,14 +58,40 @@ def test_every_combination_is_a_cell(capsys: pytest.CaptureFixture[str]) -> None
     assert all(row["wrong_requests"] == 0 for row in rows)
 
 
-def test_three_rounds_unless_asked_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
-    """The default is three measured rounds; progress is on stderr, the table on stdout."""
-    assert compare() == 0
+def test_progress_is_on_stderr_and_the_table_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three rounds asked for are three measured rounds."""
+    assert compare("-r", 3) == 0
     shown = capsys.readouterr()
-    assert [record.round for record in read_samples("out").rounds] == [-1, 0, 1, 2]
+    rounds = [record.round for record in read_samples("out").rounds if not record.warmup]
+    assert rounds == [0, 1, 2]
     assert "mine: 1 cell, 3 rounds -> out" in shown.err
     assert "round 3/3" in shown.err
     assert "round 3/3" not in shown.out
+
+
+def test_rounds_are_added_until_the_time_is_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """By default rounds are added as needed; the end says why there are no more."""
+    assert compare("--max-time", 0.001) == 0
+    shown = capsys.readouterr()
+    assert "mine: 1 cell, 7 rounds or more -> out" in shown.err
+    assert "rounds were added until: --max-time of 0.001 s" in shown.out
+    assert [record.round for record in read_samples("out").rounds if not record.warmup] == [0]
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (("-r", 3, "--max-time", 5), "--max-time 5 with -r 3: expected -r auto"),
+        (("-r", "many"), "'many' is neither a number of rounds from 1 on nor auto"),
+        (("-r", 0), "'0' is neither a number of rounds from 1 on nor auto"),
+    ],
+)
+def test_bad_rounds_are_refused(
+    options: tuple[object, ...], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is run, and the message says what is valid."""
+    assert compare(*options) == 2
+    assert part in capsys.readouterr().err
 
 
 def test_settings_apply_to_all_cells() -> None:
@@ -112,11 +138,12 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(here: Path) -> None:
     finally:
         process.kill()
         process.wait()
-    assert first[1].startswith("warm-up")
+    assert "warm-up" in first[1]
     assert process.returncode == 130
-    assert err == "interrupted; what was measured is in out\n"
+    assert "interrupted; what was measured is in out" in err
     assert "INTERRUPTED (Ctrl-C): the table shows what was measured" in out
     samples = read_samples(here / "out")
     assert samples.end is not None
     assert samples.end.status == "interrupted"
-    assert [record.round for record in samples.rounds] == [-1]
+    assert samples.rounds
+    assert all(record.warmup for record in samples.rounds)

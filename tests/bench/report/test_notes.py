@@ -11,13 +11,13 @@ def notes(samples):
 
 
 def test_a_comparison_names_rounds_baseline_and_noise(comparison):
-    """Rounds, baseline, notes of the run, unsafe cells, and which rows are no different."""
+    """Rounds, baseline, notes of the run, unsafe cells, and why a row is unclear."""
     said = notes(comparison)
     assert "3 measured rounds per cell; baseline: deferred/reverse" in said
     assert "lengths scaled by 0.1" in said
     assert "early/reverse: UNSAFE" in said
-    assert "same as the baseline within noise (the interval covers 1): early/reverse" in said
-    assert "polled" not in said
+    assert "UNCLEAR, early/reverse: wrong answers here or in the baseline" in said
+    assert "UNCLEAR, polled/reverse: under seven rounds give no 98 % interval" in said
 
 
 def test_a_complete_run_has_no_alarm(synthetic):
@@ -80,3 +80,56 @@ def test_what_holds_for_every_cell_is_said_once(synthetic):
     said = notes(run.end())
     assert said.count("NEVER") == 1
     assert "every cell: 1 NEVER (cannot fit the pool) of 2 requests (50 % failed)" in said
+
+
+def compared(synthetic, walls, **keys):
+    """A baseline of 1 s rounds, and a cell whose rounds take `walls`."""
+    run = synthetic(rounds=len(walls), **keys)
+    cells = [run.cell(baseline=True), run.cell({"release": "polled", "free_order": "reverse"})]
+    for number, wall_s in enumerate(walls):
+        run.round(cells[0], number)
+        run.round(cells[1], number, wall_s=wall_s)
+    return run
+
+
+def test_the_smallest_visible_difference_is_told(synthetic):
+    """Half the interval of the cell that is compared; the baseline's own is none."""
+    said = notes(compared(synthetic, [1.0, 1.02, 0.98, 1.01, 0.99, 1.03, 1.04]).end())
+    assert "smallest difference this run could see: 3 %" in said
+
+
+def test_outliers_are_named_and_counted(synthetic):
+    """A round at a third of the speed is told with its number; the others are not."""
+    said = notes(compared(synthetic, [1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0]).end())
+    assert "polled/reverse: outliers, counted like the others: round 3 at 1 tok/s" in said
+    assert "deferred/reverse: outliers" not in said
+
+
+def test_a_throttled_round_is_told_whether_or_not_it_helped_to_repeat_it(synthetic):
+    """The set-aside round is counted, and the one that was throttled again too."""
+    run = synthetic()
+    cell = run.cell()
+    slow = {"torch_peak_allocated_bytes": 1, "gpu": {"slowdowns": ["hw_thermal_slowdown"]}}
+    run.round(cell, -1001, warmup=True, memory=slow, wrong=None)
+    run.round(cell, 0, memory=slow)
+    said = notes(run.end())
+    assert "1 round run again because the GPU was throttled; THROTTLED again in 1 of them" in said
+
+
+def test_a_cell_that_never_settled_is_told(synthetic):
+    """Warm-ups of 500, 700, 900 and 1200 us a step go on changing; 500 and 510 do not."""
+    for host_us, expected in (((100, 300, 500, 800), True), ((100, 110), False)):
+        run = synthetic(str(host_us))
+        cell = run.cell()
+        for number, host in enumerate(host_us):
+            run.round(cell, -1 - number, warmup=True, host_us=(host,), wrong=None)
+        run.round(cell)
+        assert ("never settled" in notes(run.end())) is expected
+
+
+def test_added_rounds_are_counted_and_why_there_are_no_more(synthetic):
+    """`-r auto` asks for 7; what was run is told, and what ended it."""
+    run = compared(synthetic, [1.0] * 9)
+    said = notes(run.end(reason="every interval within 2 %"))
+    assert "9 measured rounds per cell" in said
+    assert "rounds were added until: every interval within 2 %" in said

@@ -44,7 +44,10 @@ def test_every_value_has_a_key_and_every_none_a_reason(synthetic):
     run = synthetic()
     run.cell(baseline=True)
     (row,) = build_table(run.end("interrupted")).rows
+    assert (row.values["verdict"], row.values["verdict_reason"]) == ("baseline", "baseline")
     for column in METRIC_COLUMNS:
+        if column.key in ("verdict", "verdict_reason"):
+            continue
         assert row.values[column.key] is None
         assert row.undefined[column.key]
     assert build_table(run.read()).num_wrong_requests == 0
@@ -92,3 +95,16 @@ def test_each_reason_is_one_footnote(synthetic):
         run.round(run.cell())
     footnotes = build_table(run.end()).footnotes
     assert footnotes.count("nvml: no usable NVIDIA driver") == 1
+
+
+def test_the_verdict_and_its_reason_stand_in_the_row(synthetic):
+    """Seven rounds, one cell twice as fast: FASTER, by its interval; and what could be seen."""
+    run = synthetic(rounds=7)
+    cells = [run.cell(baseline=True), run.cell({"release": "polled", "free_order": "reverse"})]
+    for number in range(7):
+        run.round(cells[0], number)
+        run.round(cells[1], number, wall_s=0.5)
+    rows = build_table(run.end()).rows
+    assert [row.values["verdict"] for row in rows] == ["baseline", "FASTER"]
+    assert rows[1].values["verdict_reason"] == "interval_excludes_1"
+    assert rows[1].values["detectable_percent"] == 0

@@ -1,0 +1,76 @@
+"""How long a run will take, before anything of it is run.
+
+Knows earlier results and a rule of thumb; opens no device. Invariant: an estimate says where it
+comes from, and the rule's figures stand here, in one place.
+
+The rule, for what has never been run: a round computes 2 floating-point operations for each
+parameter and token, once in the engine and once more to verify, at the speed below, but no faster
+than its requests arrive; 8 tokens of warm-up are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from bench.arrivals import RequestSpec, build_requests
+from bench.history import SavedCell
+from bench.spec import Resolved
+from deepinfer.config import ModelConfig
+
+FLOPS = {"cpu": 5e10, "cpu-stepped": 5e10, "cuda": 2e13}  # a second; small batches reach no more
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds a round of one cell takes, verification included, and where that is from."""
+
+    round_s: float
+    source: str
+
+
+def estimate_round(
+    axes: Mapping[str, Any], resolved: Resolved, earlier: Sequence[SavedCell]
+) -> Estimate:
+    """What a round of a cell will cost.
+
+    The median over earlier runs of the same configuration that had a cell with these axes; else the
+    rule.
+    """
+    costs = [
+        cell.mean_round_s
+        for cell in earlier
+        if cell.mean_round_s is not None
+        and cell.workload == resolved.workload.name
+        and cell.profile == resolved.profile_name
+        and cell.axes == axes
+    ]
+    if costs:
+        runs = "1 earlier run" if len(costs) == 1 else f"{len(costs)} earlier runs"
+        return Estimate(median(costs), runs)
+    requests = build_requests(resolved.workload, resolved.seed, resolved.model.vocab_size, 0)
+    num_flop = 2 * 2 * num_parameters(resolved.model) * _num_tokens(requests)
+    computing_s = num_flop / FLOPS[resolved.device]
+    last_arrival_s = max((request.arrival_s for request in requests), default=0.0)
+    speed = f"{FLOPS[resolved.device]:.0e}".replace("e+", "e")
+    return Estimate(max(computing_s, last_arrival_s), f"rule: {speed} FLOP/s, never run before")
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Parameters a token is multiplied with: the layers' and the head's, not the embedding's."""
+    heads = model.num_attention_heads + 2 * model.num_key_value_heads
+    attention = model.hidden_size * model.head_dim * (heads + model.num_attention_heads)
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    return model.num_hidden_layers * (attention + mlp) + model.hidden_size * model.vocab_size
+
+
+def _num_tokens(requests: Sequence[RequestSpec]) -> int:
+    """Tokens of prompts and outputs, children included, as if nothing were aborted or shared."""
+    total = 0
+    for request in requests:
+        total += len(request.prompt_token_ids) + request.max_tokens
+        for child in request.fork.children if request.fork else ():
+            total += len(child.own_prompt_token_ids) + child.max_tokens
+    return total

@@ -1,0 +1,151 @@
+"""What the engine tells its caller: a step's tokens and times, ended requests, what was decided.
+
+Plain records; nothing here is computed. Invariant: an output owns its arrays, so it stays as it is
+whatever the engine does next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deepinfer.plan import Float32, Int32
+from deepinfer.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request that has ended.
+
+    Attributes:
+        prompt_token_ids, token_ids: int32, what it was given and what was sampled for it.
+        logprobs: float32 [len(token_ids)], natural log, temperature 1.
+        finish_reason: "length", "stop", or what `abort` was told.
+        num_preemptions: times its blocks were taken back and its rows recomputed.
+    """
+
+    request_id: str
+    prompt_token_ids: Int32
+    token_ids: Int32
+    logprobs: Float32
+    finish_reason: str
+    num_preemptions: int
+
+    @classmethod
+    def of(cls, seq: Sequence, finish_reason: str) -> RequestOutput:
+        """The output of a sequence that has left its row."""
+        return cls(
+            request_id=seq.request_id,
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            token_ids=seq.token_ids[seq.num_prompt_tokens :],
+            logprobs=seq.logprobs,
+            finish_reason=finish_reason,
+            num_preemptions=seq.num_preemptions,
+        )
+
+
+class StepMoments(NamedTuple):
+    """A step's moments in nanoseconds of the host's monotonic clock, in order; waits included.
+
+    Between `released` and `collecting` the host was its caller's; between `collecting` and
+    `arrived` it waited for the result.
+    """
+
+    started: int
+    planned: int
+    submitted: int
+    released: int
+    collecting: int
+    arrived: int
+    collected: int
+    committed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step in numbers; times in nanoseconds of the host's monotonic clock.
+
+    Attributes:
+        num_tokens, num_seqs: computed in this step.
+        num_running, num_waiting: requests with and without a row once it was submitted.
+        blocks_free, blocks_held, blocks_withheld: while it was in flight, before the release point.
+        num_copies: block copies it carried.
+        schedule_ns, submit_ns, release_ns, collect_ns, commit_ns: host time, waits excluded.
+        wait_ns: host blocked by the release policy.
+        result_wait_ns: host blocked until the result was there.
+        device_ms: device time of forward and sampling, from events.
+        moments: when each of its phases began and ended.
+    """
+
+    step: int
+    num_tokens: int
+    num_seqs: int
+    num_running: int
+    num_waiting: int
+    blocks_free: int
+    blocks_held: int
+    blocks_withheld: int
+    num_copies: int
+    schedule_ns: int
+    submit_ns: int
+    release_ns: int
+    collect_ns: int
+    commit_ns: int
+    wait_ns: int
+    result_wait_ns: int
+    device_ms: float
+    moments: StepMoments
+
+    @property
+    def start_ns(self) -> int:
+        """When its planning began, on the host's monotonic clock."""
+        return self.moments.started
+
+    @property
+    def end_ns(self) -> int:
+        """When it was committed, on the host's monotonic clock."""
+        return self.moments.committed
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step produced.
+
+    Attributes:
+        started_ids: of the requests that got a row with this step (again, after a preemption).
+        request_ids: of the requests that got a token.
+        token_ids: int32 [len(request_ids)], their tokens.
+        finished: requests that ended with this step.
+        stats: the step in numbers.
+    """
+
+    started_ids: list[str]
+    request_ids: list[str]
+    token_ids: Int32
+    finished: list[RequestOutput]
+    stats: StepStats
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Decisions so far.
+
+    Attributes:
+        num_later: times a request at the head of the queue was told to wait for blocks.
+        num_never: requests refused because they can never fit.
+        num_preemptions: times a running request's blocks were taken back.
+        num_recomputed_tokens: committed rows thrown away by preemption.
+        num_unforked: waiting forks that lost their pins so that others could run.
+        num_block_copies: blocks copied for forks and copy-on-write.
+        num_held_back: times a running sequence sat out a step, waiting for withheld blocks.
+        num_aborted: requests ended by `abort`.
+    """
+
+    num_later: int = 0
+    num_never: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_unforked: int = 0
+    num_block_copies: int = 0
+    num_held_back: int = 0
+    num_aborted: int = 0
