@@ -36,7 +36,7 @@ class Auto:
     """
 
     half_width: float = 0.02
-    max_time_s: float = 70.0
+    max_time_s: float = 75.0
 
     def reason_to_stop(
         self,
