@@ -71,7 +71,7 @@ def measuring_options(rounds: int | Literal["auto"]) -> Decorator[Any]:
             "max_time_s",
             type=click.FloatRange(min=0, min_open=True),
             metavar="SECONDS",
-            help="With -r auto, begin no round that would end later; default 70.",
+            help="With -r auto, begin no round that would end later; default 75.",
         ),
         click.option(
             "-o",
