@@ -269,7 +269,8 @@ class Matrix:
         target = self._targets[cell.resolved.device]
         judged = target.verify(list(result.emissions.values()), cell.resolved.verify)
         verdicts = dict(zip(result.emissions, judged, strict=True))
-        wrong_ids = tuple(name for name, verdict in verdicts.items() if verdict.wrong)
+        disproved = [name for name, verdict in verdicts.items() if verdict.wrong]
+        wrong_ids = tuple(dict.fromkeys([*disproved, *result.problems]))
         return VerificationRecord(
             cell=cell.index,
             round=index,
@@ -330,6 +331,7 @@ def _set_aside(result: RoundResult) -> RoundResult:
         [dataclasses.replace(record, round=number) for record in result.requests],
         [dataclasses.replace(record, round=number) for record in result.steps],
         result.emissions,
+        result.problems,
     )
 
 

@@ -23,7 +23,7 @@ from bench.verify import DenseReference, Emission, RequestVerdict, Tolerances
 from deepinfer.block_manager import Verdict
 from deepinfer.device import Device, open_device
 from deepinfer.engine import LLMEngine
-from deepinfer.errors import DeepInferError
+from deepinfer.errors import DeepInferError, OwnershipError
 from deepinfer.models.weights import Qwen3Weights, load_weights
 from deepinfer.outputs import RequestOutput, StepOutput, StepStats
 from deepinfer.sequence import SamplingParams
@@ -61,8 +61,9 @@ class _Tracked:
 
     spec: RequestSpec | ChildSpec
     arrival_s: float
-    num_prompt_tokens: int
+    prompt_token_ids: list[int]  # as the workload says, not the engine
     first_scheduled_s: float | None = None
+    token_ids: list[int] = field(default_factory=list)  # as its steps reported them
     token_times_s: list[float] = field(default_factory=list)
     finish_reason: str = ""
     num_preemptions: int = 0
@@ -70,12 +71,17 @@ class _Tracked:
 
 @dataclass(slots=True)
 class RoundResult:
-    """What one round leaves behind."""
+    """What one round leaves behind.
+
+    `emissions` are what the steps reported, behind the prompts that were asked for; `problems`
+    say, by request, where the engine's own account of it differs.
+    """
 
     round: RoundRecord
     requests: list[RequestRecord]
     steps: list[StepRecord]
     emissions: dict[str, Emission]
+    problems: dict[str, str]
 
 
 class Round:
@@ -105,6 +111,7 @@ class Round:
         self._cell, self._index, self._warmup = cell, index, warmup
         self._tracked: dict[str, _Tracked] = {}
         self._emissions: dict[str, Emission] = {}
+        self._problems: dict[str, str] = {}
         self._steps: list[StepRecord] = []
         self._leaving: list[str] = []  # whose client gives up during the next step
         self._start_ns = 0
@@ -116,7 +123,12 @@ class Round:
             with NvmlSampler() as gpu:  # its last sample is taken when it is left
                 self._drive()
             record = self._round_record(memory, gpu)
-        return RoundResult(record, self._request_records(), self._steps, self._emissions)
+        for request_id, tracked in self._tracked.items():
+            if not tracked.finish_reason:
+                self._problems[request_id] = "it never ended"
+        return RoundResult(
+            record, self._request_records(), self._steps, self._emissions, self._problems
+        )
 
     def _drive(self) -> None:
         self._start_ns = time.perf_counter_ns()
@@ -129,6 +141,11 @@ class Round:
                 time.sleep(max(self._pending[0].arrival_s - self._now(), 0.0))
             elif self._engine.has_unfinished():  # not so if the last to arrive was refused
                 raise DeepInferError("requests are left, but nothing can run: a scheduler bug")
+        blocks = self._engine.blocks
+        blocks.check_integrity()
+        if blocks.num_free < blocks.num_usable:
+            kept = blocks.num_usable - blocks.num_free
+            raise OwnershipError(f"all requests have ended, but {kept} blocks were not given back")
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -139,7 +156,7 @@ class Round:
         now = self._now()
         while self._pending and self._pending[0].arrival_s <= now:
             spec = self._pending.popleft()
-            self._track(spec, spec.arrival_s, len(spec.prompt_token_ids))
+            self._track(spec, spec.arrival_s, spec.prompt_token_ids.tolist())
             verdict = self._engine.add_request(
                 spec.request_id, spec.prompt_token_ids, _sampling(spec)
             )
@@ -149,9 +166,11 @@ class Round:
         """Make a parent's children; unless it is to go on, they replace it."""
         assert parent.fork is not None
         now = self._now()
+        prompt = parent.prompt_token_ids.tolist()
+        answer = self._tracked[parent.request_id].token_ids
         for child in parent.fork.children:
             own = child.own_prompt_token_ids
-            shared = len(parent.prompt_token_ids) if len(own) else None
+            shared = len(prompt) if len(own) else None  # all of it, and its answer so far
             verdict = self._engine.fork(
                 parent.request_id,
                 child.request_id,
@@ -159,8 +178,7 @@ class Round:
                 own_token_ids=own,
                 num_shared_tokens=shared,
             )
-            num_shared = shared or len(parent.prompt_token_ids) + parent.fork.after_tokens
-            self._track(child, now, num_shared + len(own))
+            self._track(child, now, prompt + (own.tolist() if len(own) else answer))
             self._note(child.request_id, verdict)
         if not parent.fork.keep_parent:
             self._end(self._engine.abort(parent.request_id, FORKED))
@@ -171,8 +189,8 @@ class Round:
             self._end(self._engine.abort(request_id))
         self._leaving.clear()
 
-    def _track(self, spec: RequestSpec | ChildSpec, arrival_s: float, num_prompt: int) -> None:
-        self._tracked[spec.request_id] = _Tracked(spec, arrival_s, num_prompt)
+    def _track(self, spec: RequestSpec | ChildSpec, arrival_s: float, prompt: list[int]) -> None:
+        self._tracked[spec.request_id] = _Tracked(spec, arrival_s, prompt)
 
     def _note(self, request_id: str, verdict: Verdict) -> None:
         if verdict is Verdict.NEVER:
@@ -187,7 +205,8 @@ class Round:
             tracked = self._tracked[request_id]
             if tracked.first_scheduled_s is None:
                 tracked.first_scheduled_s = self._now(output.stats.start_ns)
-        for request_id in output.request_ids:
+        for request_id, token_id in zip(output.request_ids, output.token_ids.tolist(), strict=True):
+            self._tracked[request_id].token_ids.append(token_id)
             self._tracked[request_id].token_times_s.append(end_s)
         for ended in output.finished:
             self._end(ended)
@@ -206,10 +225,13 @@ class Round:
         tracked = self._tracked[ended.request_id]
         tracked.finish_reason = ended.finish_reason
         tracked.num_preemptions = ended.num_preemptions
-        if len(ended.token_ids):
+        problem = _disagreement(tracked, ended)
+        if problem:
+            self._problems[ended.request_id] = problem
+        if tracked.token_ids and len(ended.logprobs) == len(tracked.token_ids):
             self._emissions[ended.request_id] = Emission(
-                token_ids=[*ended.prompt_token_ids.tolist(), *ended.token_ids.tolist()],
-                num_prompt=len(ended.prompt_token_ids),
+                token_ids=tracked.prompt_token_ids + tracked.token_ids,
+                num_prompt=len(tracked.prompt_token_ids),
                 temperature=tracked.spec.temperature,
                 seed=tracked.spec.seed,
                 logprobs=ended.logprobs.tolist(),
@@ -251,7 +273,7 @@ class Round:
                 arrival_s=tracked.arrival_s,
                 first_scheduled_s=tracked.first_scheduled_s,
                 token_times_s=tuple(tracked.token_times_s),
-                num_prompt_tokens=tracked.num_prompt_tokens,
+                num_prompt_tokens=len(tracked.prompt_token_ids),
                 num_output_tokens=len(tracked.token_times_s),
                 finish_reason=tracked.finish_reason,
                 num_preemptions=tracked.num_preemptions,
@@ -271,7 +293,7 @@ class Round:
             warmup=self._warmup,
             wall_s=last - first,
             num_output_tokens=sum(len(request.token_times_s) for request in tracked),
-            num_prompt_tokens=sum(request.num_prompt_tokens for request in tracked),
+            num_prompt_tokens=sum(len(request.prompt_token_ids) for request in tracked),
             counters={
                 "num_steps": len(self._steps),
                 "num_block_copies": counters.num_block_copies,
@@ -291,6 +313,19 @@ class Round:
             },
             memory={**memory.read(), **({"gpu": gpu.summary()} if gpu.samples else {})},
         )
+
+
+def _disagreement(tracked: _Tracked, ended: RequestOutput) -> str:
+    """Where an ended request is not the one that was asked for; empty if it is."""
+    if ended.prompt_token_ids.tolist() != tracked.prompt_token_ids:
+        return "its prompt is not the one asked for"
+    if ended.token_ids.tolist() != tracked.token_ids:
+        return "its tokens are not those its steps reported"
+    if len(ended.logprobs) != len(tracked.token_ids):
+        return f"{len(ended.logprobs)} log-probabilities of {len(tracked.token_ids)} tokens"
+    if ended.finish_reason == "length" and len(tracked.token_ids) != tracked.spec.max_tokens:
+        return f"it ended with {len(tracked.token_ids)} of {tracked.spec.max_tokens} tokens"
+    return ""
 
 
 def _sampling(spec: RequestSpec | ChildSpec) -> SamplingParams:

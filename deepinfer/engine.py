@@ -218,7 +218,7 @@ class LLMEngine:
         self.release.collected(step.plan.step)
         for event in step.copy_events:
             self.device.recycle(event)
-        collected = time.perf_counter_ns()
+        collected = self._reading()
         commit = self.scheduler.commit(step.plan, result)
         self._flush_if_idle()
         stats = self._stats(step, start, arrived, collected)
@@ -335,9 +335,9 @@ class LLMEngine:
             for name in ("copy", "compute"):
                 self.device.stream(name).wait(fence.event)  # type: ignore[arg-type]
 
-    def _stats(self, step: _Submitted, start: int, arrived: int, collected: int) -> StepStats:
+    def _stats(self, step: _Submitted, start: int, arrived: int, collected: _Reading) -> StepStats:
         started, planned, submitted, released = step.readings
-        now = time.perf_counter_ns()
+        now = self._reading()
         return StepStats(
             step=step.plan.step,
             num_tokens=step.plan.num_tokens,
@@ -351,9 +351,9 @@ class LLMEngine:
             schedule_ns=planned.host_ns - started.host_ns,
             submit_ns=submitted.host_ns - planned.host_ns,
             release_ns=released.host_ns - submitted.host_ns,
-            collect_ns=collected - arrived,
-            commit_ns=now - collected,
-            wait_ns=released.waited_ns - started.waited_ns,
+            collect_ns=collected.at_ns - arrived,
+            commit_ns=now.host_ns - collected.host_ns,
+            wait_ns=now.waited_ns - started.waited_ns,  # an abort may have waited meanwhile
             result_wait_ns=arrived - start,
             device_ms=step.flight.device_ms(),
             moments=StepMoments(
@@ -363,8 +363,8 @@ class LLMEngine:
                 released.at_ns,
                 start,
                 arrived,
-                collected,
-                now,
+                collected.at_ns,
+                now.at_ns,
             ),
         )
 

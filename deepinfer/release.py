@@ -287,12 +287,12 @@ class ReleaseQueue:
         """Wait for every fence and free what it kept; also called when the engine goes idle."""
         if not self._entries:
             return
-        start = self._clock()
         for entry in self._entries:
             if not entry.fence.passed:
+                start = self._clock()
                 entry.fence.wait()
+                self.counters.wait_ns += self._clock() - start
                 self.counters.num_waits += 1
-        self.counters.wait_ns += self._clock() - start
         self.lift_passed()
 
     def lift_passed(self) -> None:

@@ -10,8 +10,6 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from bench.arrivals import RequestSpec, build_requests
 from bench.probes.watch import Annotate, Operation, Span, WatchedDevice, no_annotation
 from bench.runner import Round, RoundResult, Target
@@ -176,4 +174,5 @@ def nothing_ran(resolved: Resolved) -> UserError:
 def num_wrong(resolved: Resolved, target: Target, result: RoundResult) -> int:
     """Requests of a round whose tokens the dense reference does not confirm."""
     verdicts = target.verify(list(result.emissions.values()), resolved.verify)
-    return int(np.count_nonzero([verdict.wrong for verdict in verdicts]))
+    wrong = {name for name, v in zip(result.emissions, verdicts, strict=True) if v.wrong}
+    return len(wrong | result.problems.keys())
