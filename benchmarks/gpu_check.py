@@ -4,6 +4,7 @@
     2. tokens and log-probabilities of the CUDA device against the CPU's, float32
     3. `compare fork-batch` on profile h200 with all six release policies
     4. the NVML and allocator columns of that table are filled
+    5. `check power` on profile h200: faults planted in bfloat16 requests are flagged, clean ones not
 
 Prints a summary, one line a check, and writes the samples, the table and the summary to
 docs/results/GPU-DATE/, to be committed. Exit code 0 if all passed, 1 if one failed, 2 without GPU.
@@ -106,7 +107,28 @@ def columns_filled(folder: Path) -> str:
     return f"NVML {first['nvml_used_mib']:.0f} MiB, torch peak {first['torch_peak_mib']:.0f} MiB"
 
 
-CHECKS: tuple[Check, ...] = (cuda_tests, same_as_cpu, compare_policies, columns_filled)
+def faults_are_flagged(folder: Path) -> str:
+    """The verification sees faults in bfloat16, within its tolerances for clean requests."""
+    run = subprocess.run(
+        [sys.executable, "cli.py", "check", "power", "--profile", "h200", "--trials", "32"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    (folder / "power.txt").write_text(run.stdout, encoding="utf-8")
+    assert run.returncode == 0, run.stdout.strip() or run.stderr.strip()[-200:]
+    return "32 requests of each kind; see power.txt"
+
+
+CHECKS: tuple[Check, ...] = (
+    cuda_tests,
+    same_as_cpu,
+    compare_policies,
+    columns_filled,
+    faults_are_flagged,
+)
 
 
 def main() -> int:
