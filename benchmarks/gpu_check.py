@@ -4,7 +4,7 @@
     2. tokens and log-probabilities of the CUDA device against the CPU's, float32
     3. `compare fork-batch` on profile h200 with all six release policies
     4. the NVML and allocator columns of that table are filled
-    5. `check power` on profile h200: faults planted in bfloat16 requests are flagged, clean ones not
+    5. `check power` on profile h200: faults planted in bfloat16 requests are seen, clean ones pass
 
 Prints a summary, one line a check, and writes the samples, the table and the summary to
 docs/results/GPU-DATE/, to be committed. Exit code 0 if all passed, 1 if one failed, 2 without GPU.

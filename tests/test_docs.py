@@ -1,10 +1,11 @@
-"""What the documents say can be typed: commands parse, examples run, links lead somewhere."""
+"""What the documents say can be typed: commands and examples run, links lead somewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import shlex
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -17,13 +18,14 @@ import click
 import pytest
 
 from bench.catalog import find_profile, find_workload
-from bench.commands import cli
+from bench.commands import cli, main
 from bench.commands.frame import PROGRAM
 from bench.commands.validate import _kind_of
 from bench.history import INDEX_FILE, History
 from bench.spec import load_profile, load_workload, parse_axes
 from bench.yaml_source import parse
 from deepinfer.errors import UserError
+from tests.bench.tiny import AZURE_ROWS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,11 +62,7 @@ COMMANDS = [
     for page in PAGES
     for words in commands_of(page.read_text(encoding="utf-8"))
 ]
-PYTHON = [
-    pytest.param(code, id=f"{page.name}-{number}")
-    for page in PAGES
-    for number, code in enumerate(blocks(page, "python"))
-]
+PYTHON = [page for page in PAGES if any(blocks(page, "python"))]
 YAML = [
     pytest.param(text, id=f"{page.name}-{number}")
     for page in PAGES
@@ -97,8 +95,12 @@ def check_names(params: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_every_command_line_can_be_typed(words: list[str]) -> None:
-    """Commands, options, values and names exist; nothing is run."""
+def test_every_command_line_can_be_typed(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands, options, values and names exist, as they stand; nothing is run."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(MINE)
     program, *args = words
     if program == PROGRAM:
         with contextlib.suppress(click.exceptions.Exit):  # --help, --version
@@ -112,6 +114,60 @@ def test_every_command_line_can_be_typed(words: list[str]) -> None:
             check_names(parsed(args[1:]).params)
         else:
             assert all(f'"{arg}"' in script for arg in args if arg.startswith("--"))
+
+
+NOT_RUN = {
+    "make": "sets up an environment, or runs what the other tests run",
+    "python": "needs vllm and minutes",
+}
+TINY = ("--profile", "cpu-tiny", "--scale-lengths", "0.05")
+CHEAPER = {
+    "run": (*TINY, "-r", "1"),
+    "compare": (*TINY, "-r", "1"),
+    "profile step": (*TINY, "-r", "1"),
+    "profile memory": TINY,
+    "profile trace": TINY,
+    "profile host": ("--quick",),
+    "profile events": ("--quick",),
+}
+INSTEAD = {
+    "/data/results": "results",
+    "mixed-chat": "mine.yaml",  # its requests arrive in real time
+}
+MINE = "description: mine\nrequests:\n  - {count: 2, prompt_tokens: 20, output_tokens: 4}\n"
+RUNNABLE = [param for param in COMMANDS if param.values[0][0] not in NOT_RUN]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A result of four cells and one round."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    axes = ("--release", "deferred,polled", "--free-order", "reverse,forward")
+    assert main(["compare", "fork-batch", *axes, *TINY, "-r", "1", "-o", str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("words", RUNNABLE)
+def test_every_command_runs(
+    words: list[str], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With exit code 0, in a folder that has what the page speaks of, on a small model."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("fork-batch", "RUN", "main", "branch"):
+        shutil.copytree(saved, tmp_path / "results" / name)
+    (tmp_path / "mine.yaml").write_text(MINE)
+    (tmp_path / "AzureLLMInferenceTrace_code.csv").write_text("\n".join(AZURE_ROWS) + "\n")
+    args = [INSTEAD.get(word, word) for word in words[1:]]
+    if "plots.png" in args:
+        pytest.importorskip("matplotlib")
+    for name, options in CHEAPER.items():
+        if " ".join(args).startswith(name):
+            args += options
+    if "--max-time" in args:  # belongs to `-r auto`, which would take seven rounds
+        del args[args.index("--max-time") : args.index("--max-time") + 2]
+    if "--resume" in args:
+        assert main([word for word in args if word != "--resume"]) == 0
+    assert main(args) == 0
 
 
 @pytest.mark.parametrize(
@@ -150,9 +206,10 @@ something else
     assert found == ["deepinfer-bench completion bash", *runs]
 
 
-@pytest.mark.parametrize("code", PYTHON)
-def test_every_python_example_runs(code: str, tmp_path: Path) -> None:
-    """As it stands, in a fresh interpreter."""
+@pytest.mark.parametrize("page", PYTHON, ids=lambda page: page.name)
+def test_every_python_example_runs(page: Path, tmp_path: Path) -> None:
+    """A page's blocks, one after another in a fresh interpreter, print what its text blocks say."""
+    code = "\n".join(blocks(page, "python"))
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"],
         cwd=tmp_path,
@@ -161,6 +218,8 @@ def test_every_python_example_runs(code: str, tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+    shown = "".join(blocks(page, "text"))
+    assert not shown or done.stdout == shown
 
 
 @pytest.mark.parametrize("text", YAML)
