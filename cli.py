@@ -2,7 +2,7 @@
 
 import sys
 
-from bench.commands import main
+from bench.commands import main  # an interrupt in here ends the program by itself
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,10 +12,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from deepinfer.config import EngineConfig
+from deepinfer.config import MIN_TEMPERATURE, EngineConfig
 from deepinfer.names import DESCRIPTIONS
 
 _ENGINE = EngineConfig()
+
+
+def _greedy_or_warm(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise PydanticCustomError("too_cold", f"0 (greedy) or at least {MIN_TEMPERATURE:g}")
+    return temperature
+
 
 # Ids, positions and counters are int32.
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -23,7 +30,11 @@ NumRequests = Annotated[int, Field(ge=1, le=1_000_000)]  # each is drawn before 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+Temperature = Annotated[
+    float,
+    Field(ge=0, le=100, allow_inf_nan=False),
+    AfterValidator(_greedy_or_warm),
+]
 Text = Annotated[str, Field(min_length=1)]
 
 

@@ -22,7 +22,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from deepinfer.errors import OutOfBlocksError, OwnershipError, UserError, check_name
+from deepinfer.errors import OutOfBlocksError, OwnershipError, UserError, check_int, check_name
 from deepinfer.free_list import SCALAR_LIMIT, Ids, make_free_list
 from deepinfer.names import DISCIPLINES, FREE_ORDERS
 
@@ -58,6 +58,8 @@ class BlockManager:
         discipline: str = "fifo",
         seed: int = 0,
     ) -> None:
+        check_int("num_blocks", num_blocks, 0)
+        check_int("seed", seed, 0)
         if num_blocks < 2:
             raise UserError(f"num_blocks: {num_blocks} leaves no usable block; needs at least 2")
         check_name("free_order", free_order, FREE_ORDERS)

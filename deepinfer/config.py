@@ -1,12 +1,22 @@
 """Resolved settings of one engine and one model: frozen, plain, no defaults hidden elsewhere.
 
 Knows nothing of YAML, profiles or workloads (`bench.spec` builds these) and nothing of torch.
+Invariant: a configuration that passed its `check()` cannot fail an engine by its numbers' types or
+by a geometry the network does not have; names of policies are checked where they are looked up.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+
+from deepinfer.errors import UserError, check_int, is_int, is_number
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Far below it logits / temperature leave the range of float32 and probabilities become NaN, and a
+# thousandth is as good as greedy already.
+MIN_TEMPERATURE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,19 @@ class EngineConfig:
     fork_tail_copy: str = "always"
     seed: int = 0
 
+    def check(self) -> None:
+        """Raise UserError, naming the key, for a size that is no integer or out of range."""
+        for key in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            check_int(key, getattr(self, key), 1)
+        check_int("num_blocks", self.num_blocks, 2)
+        check_int("seed", self.seed, 0)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UserError(
+                f"max_num_batched_tokens: {self.max_num_batched_tokens} is less than "
+                f"max_num_seqs {self.max_num_seqs}",
+                hint="every running request needs a token of the budget in each step",
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -67,3 +90,26 @@ class ModelConfig:
     dtype: str = "float32"
     seed: int = 0
     path: Path | None = None
+
+    def check(self) -> None:
+        """Raise UserError, naming the key, for a geometry this network cannot have."""
+        for key in (
+            *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
+            *("head_dim", "intermediate_size", "vocab_size"),
+        ):
+            check_int(key, getattr(self, key), 1)
+        if self.head_dim % 2:
+            raise UserError(f"head_dim: {self.head_dim}; must be even, for rotary pairs")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"num_attention_heads: {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        for key in ("rope_theta", "rms_norm_eps"):
+            value = getattr(self, key)
+            if not is_number(value) or not 0 < value < math.inf:
+                raise UserError(f"{key}: {value!r}; expected a positive number")
+        if self.dtype not in DTYPES:
+            raise UserError(f"dtype: {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if not is_int(self.seed):
+            raise UserError(f"seed: {self.seed!r}; expected an integer")

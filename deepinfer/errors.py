@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import TypeGuard
 
 
 class DeepInferError(Exception):
@@ -46,6 +48,24 @@ def check_name(what: str, name: str, valid: Iterable[str]) -> None:
     names = list(valid)
     if name not in names:
         raise UserError(f"{what}: unknown name {name!r}", hint=nearest_hint(name, names))
+
+
+def check_int(what: str, value: object, least: int) -> None:
+    """Raise a UserError unless `value` is an integer (numpy's too, no bool) of at least `least`."""
+    if not is_int(value):
+        raise UserError(f"{what}: {value!r}; expected an integer")
+    if int(value) < least:
+        raise UserError(f"{what}: {value}; at least {least}")
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether `value` counts something: an integer of Python or numpy, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is a real number of Python or numpy, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def nearest_hint(name: str, valid: Iterable[str]) -> str:

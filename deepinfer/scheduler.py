@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from deepinfer.block_manager import BlockManager, Verdict
 from deepinfer.config import EngineConfig
-from deepinfer.errors import UnknownRequestError, UserError, check_name
+from deepinfer.errors import UnknownRequestError, UserError, check_name, is_int
 from deepinfer.fork import ForkSplit, split_fork, take_fork_blocks
 from deepinfer.names import FORK_TAIL_COPIES
 from deepinfer.outputs import SchedulerCounters
@@ -64,15 +64,7 @@ class Scheduler:
         check_name("admission", config.admission, ADMISSION)
         check_name("preemption", config.preemption, PREEMPTION)
         check_name("fork_tail_copy", config.fork_tail_copy, FORK_TAIL_COPIES)
-        for key in ("block_size", "max_num_seqs", "max_model_len"):
-            if getattr(config, key) < 1:
-                raise UserError(f"{key}: {getattr(config, key)}; at least 1")
-        if config.max_num_batched_tokens < config.max_num_seqs:
-            raise UserError(
-                f"max_num_batched_tokens: {config.max_num_batched_tokens} is less than "
-                f"max_num_seqs {config.max_num_seqs}",
-                hint="every running request needs a token of the budget in each step",
-            )
+        config.check()
         self.config = config
         self.blocks = blocks
         self.release = release
@@ -154,9 +146,9 @@ class Scheduler:
             raise UserError(f"request {parent_id!r} is not running", hint="fork a running request")
         history = self.seqs.token_ids[parent.row, : self.seqs.num_tokens[parent.row]]
         shared = len(history) if num_shared_tokens is None else num_shared_tokens
-        if not 0 < shared <= len(history):
+        if not is_int(shared) or not 0 < shared <= len(history):
             raise UserError(
-                f"num_shared_tokens: {shared} of {len(history)} tokens of {parent_id!r}"
+                f"num_shared_tokens: {shared!r} of {len(history)} tokens of {parent_id!r}"
             )
         prompt = np.concatenate((history[:shared], own_tokens)).astype(np.int32)
         self._check_new(request_id, prompt, sampling)
@@ -420,6 +412,8 @@ class Scheduler:
         )
 
     def _check_new(self, request_id: str, prompt: Int32, sampling: SamplingParams) -> None:
+        if not isinstance(request_id, str):
+            raise UserError(f"request id {request_id!r}: expected a string")
         if request_id in self._by_id:
             raise UserError(f"request id {request_id!r} is already in use")
         if not len(prompt):

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deepinfer.errors import UserError
+from deepinfer.config import MIN_TEMPERATURE
+from deepinfer.errors import UserError, is_int, is_number
 from deepinfer.plan import Float32, Int32, Rows
 
 NO_STOP_TOKEN = -1
@@ -35,7 +36,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most output tokens, >= 1.
-        temperature: 0 = greedy; else Gumbel-max over logits / temperature.
+        temperature: 0 = greedy; from `MIN_TEMPERATURE` on, Gumbel-max over logits / temperature.
         seed: of the request's noise; noise depends on (seed, position) only.
         stop_token_id: ends the request when sampled; None = run to `max_tokens`.
     """
@@ -48,14 +49,20 @@ class SamplingParams:
     def check(self, request_id: str) -> None:
         """Raise UserError for a value that could only fail later, in the middle of a step."""
         problem = None
-        if self.max_tokens < 1:
-            problem = f"max_tokens {self.max_tokens}; at least 1"
-        elif not 0 <= self.temperature < math.inf:
-            problem = f"temperature {self.temperature}; at least 0, finite"
-        elif not -(2**63) <= self.seed < 2**63:
-            problem = f"seed {self.seed} is not a 64-bit integer"
-        elif self.stop_token_id is not None and not 0 <= self.stop_token_id < 2**31:
-            problem = f"stop_token_id {self.stop_token_id}"
+        temperature, stop = self.temperature, self.stop_token_id
+        if not is_int(self.max_tokens) or self.max_tokens < 1:
+            problem = f"max_tokens {self.max_tokens!r}; expected an integer, at least 1"
+        elif not is_number(temperature) or not (
+            temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf
+        ):
+            problem = (
+                f"temperature {temperature!r}; expected 0 (greedy) or a number from "
+                f"{MIN_TEMPERATURE:g} on, finite"
+            )
+        elif not is_int(self.seed) or not -(2**63) <= self.seed < 2**63:
+            problem = f"seed {self.seed!r} is not a 64-bit integer"
+        elif stop is not None and (not is_int(stop) or not 0 <= stop < 2**31):
+            problem = f"stop_token_id {stop!r}; expected a token id"
         if problem:
             raise UserError(f"request {request_id!r}: {problem}")
 

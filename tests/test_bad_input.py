@@ -461,3 +461,36 @@ def test_ctrl_c_before_anything_is_measured_leaves_nothing(here: Path) -> None:
         process.wait()
     assert (process.returncode, err) == (130, "error: interrupted\n")
     assert not (here / "results").exists()
+
+
+def test_a_folder_with_something_in_it_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run begins in a folder of its own; nothing is written beside other files."""
+    folder = here / "mine"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    assert "-o mine: the folder is not empty" in refused(
+        capsys, *run_args("good.yaml", "-o", "mine")
+    )
+    assert [file.name for file in folder.iterdir()] == ["notes.txt"]
+
+
+def test_an_empty_folder_name_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unset variable in a script must not fill the working directory."""
+    before = sorted(here.iterdir())
+    assert "the name is empty" in refused(capsys, *run_args("good.yaml", "-o", ""))
+    assert sorted(here.iterdir()) == before
+
+
+def test_a_temperature_too_small_to_divide_by_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Greedy is 0; 1e-39 would make infinities of the logits."""
+    good = (here / "good.yaml").read_text()
+    lines = good.splitlines()
+    at = next(i for i, line in enumerate(lines) if "output_tokens" in line)
+    indent = len(lines[at].replace("- ", "  ")) - len(lines[at].replace("- ", "  ").lstrip())
+    lines.insert(at + 1, " " * indent + "temperature: 1.0e-39")
+    (here / "cold.yaml").write_text("\n".join(lines))
+    assert "expected 0 (greedy) or at least 0.001" in refused(capsys, *run_args("cold.yaml"))

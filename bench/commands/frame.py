@@ -7,6 +7,7 @@ bad input, 130 Ctrl-C, 141 the reader of stdout is gone. A traceback is shown on
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -41,6 +42,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# How torch and numpy word it: their allocators raise RuntimeError and MemoryError.
+OUT_OF_MEMORY = (
+    "not enough memory",
+    "can't allocate memory",
+    "out of memory",
+    "unable to allocate",
+)
 
 
 class LazyGroup(click.Group):
@@ -117,6 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A command ends by returning (0), `ctx.exit(code)` or an exception.
     """
+    if sys.stdout is None:  # closed by the caller, as with `>&-`
+        _report("stdout is closed; there is nowhere to write the answer")
+        return EXIT_FAILED
     if os.environ.get(COMPLETE):
         return answer_shell()
     args = list(sys.argv[1:] if argv is None else argv)
@@ -132,11 +144,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         _report("interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        return _reader_gone()
+    except BrokenPipeError as error:
+        return _stdout_failed(error)
     except Exception as error:
         if debug:
             traceback.print_exc()
+        if isinstance(error, OSError) and _is_of_stdout(error):
+            return _stdout_failed(error)
         return _explain(error)
     return 0
 
@@ -167,6 +181,16 @@ def _explain(error: Exception) -> int:
         _report(f"{type(error).__name__}: {error}")
         return EXIT_FAILED
     what = str(error) or "no message"
+    if any(words in what.lower() for words in OUT_OF_MEMORY) or isinstance(error, MemoryError):
+        # Before its message torch says where in its own source the check is.
+        _report(
+            f"out of memory: {what.rpartition('] . ')[2]}", "a smaller pool or model needs less"
+        )
+        return EXIT_FAILED
+    if isinstance(error, OSError):
+        named = f"{error.filename}: " if error.filename is not None else ""
+        _report(f"{named}{error.strerror or what}")
+        return EXIT_FAILED
     hint = f"this is a fault of the program; `{PROGRAM} --debug ...` shows where"
     _report(f"{type(error).__name__}: {what}", hint)
     return EXIT_FAILED
@@ -181,15 +205,38 @@ def _report(message: str, hint: str | None = None) -> None:
             click.echo(line, err=True, color=color)
 
 
-def _flushed(exit_code: int) -> int:
+def _is_of_stdout(error: OSError) -> bool:
+    """Whether stdout could not be written: files' writers word that themselves, and name the file.
+
+    What stdout refused is still in its buffer, if it has one: flushing it fails again.
+    """
+    if error.filename is not None:
+        return False
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        return _reader_gone()
+    except OSError:
+        return True
+    return error.errno in NO_ROOM
+
+
+def _flushed(exit_code: int) -> int:
+    """Write out what is left of stdout; `exit_code`, or another if that cannot be done."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return _stdout_failed(error)
     return exit_code
 
 
-def _reader_gone() -> int:
+def _stdout_failed(error: OSError) -> int:
+    """Report it, unless the reader just left, and return the exit code."""
+    _drop_stdout()
+    if isinstance(error, BrokenPipeError):
+        return EXIT_BROKEN_PIPE
+    _report(f"stdout: cannot be written: {error.strerror or error}")
+    return EXIT_FAILED
+
+
+def _drop_stdout() -> None:
     """Point stdout at nothing, or the interpreter's own flush at exit would complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_BROKEN_PIPE

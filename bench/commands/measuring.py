@@ -7,6 +7,7 @@ the file in it.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -23,6 +24,7 @@ from bench.commands.planning import (
     num_rounds_left,
     open_writer,
     parse_metadata,
+    refuse_used,
     show_plan,
 )
 from bench.commands.progress import Progress
@@ -54,6 +56,21 @@ class RoundsType(click.ParamType[Any]):
         return rounds
 
 
+class NewFolderType(click.Path):
+    """A folder by its name; the empty name is refused, for `Path("")` is the working directory."""
+
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> Any:
+        """As click's."""
+        if not os.fspath(value):
+            self.fail("the name is empty; expected a folder", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def measuring_options(rounds: int | Literal["auto"]) -> Decorator[Any]:
     """The options both commands have; `rounds` is the default of `-r`."""
     options = (
@@ -76,7 +93,7 @@ def measuring_options(rounds: int | Literal["auto"]) -> Decorator[Any]:
         click.option(
             "-o",
             "--output-dir",
-            type=click.Path(path_type=Path),
+            type=NewFolderType(path_type=Path),
             help="Results folder; default: a new one in results/.",
         ),
         click.option(
@@ -120,6 +137,8 @@ def measure(
     ]
     shown_rounds = _num(num_rounds, "round") + " or more" * (auto is not None)
     notes = parse_metadata(metadata)
+    if output_dir is not None and not resume:
+        refuse_used(output_dir)
     kept = kept_of(output_dir, cells, num_rounds, notes) if resume else NOTHING_KEPT
     if dry_run:
         show_plan(cells, num_rounds, kept, RESULTS)

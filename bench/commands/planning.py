@@ -73,6 +73,26 @@ def kept_of(
     return carry_on(folder, plan, collect_environment())
 
 
+def refuse_used(folder: Path) -> None:
+    """Raise UserError if there is something in the folder of a new run.
+
+    Two runs' files in one folder, or a result amid somebody's sources, cannot be told apart later.
+    """
+    from bench.samples import samples_path
+
+    hint = "choose another folder with -o, or carry the run on with --resume"
+    results = samples_path(folder)
+    try:
+        exists = results.exists()
+        is_used = results.parent == folder and folder.is_dir() and any(folder.iterdir())
+    except OSError:  # a folder we may not look into; the writer says so
+        return
+    if exists:
+        raise UserError(f"{results}: results exist already", hint=hint)
+    if is_used:
+        raise UserError(f"-o {folder}: the folder is not empty; expected a new one", hint=hint)
+
+
 def open_writer(folder: Path, *, resume: bool) -> SampleWriter:
     """The results file to write to: a new one, or the old one cut to its whole rounds."""
     from bench.resume import cut_to_whole_rounds

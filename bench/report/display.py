@@ -75,7 +75,7 @@ def telling_columns(table: Table) -> tuple[list[Column], list[str]]:
     for column in shown_columns(table):
         reasons = {row.undefined.get(column.key) for row in table.rows}
         reason = next(iter(reasons)) if len(reasons) == 1 else None
-        is_zero = all(row.values[column.key] == 0 for row in table.rows)
+        is_zero = bool(table.rows) and all(row.values[column.key] == 0 for row in table.rows)
         if column.kind in ("ratio", "word") and len(table.rows) < 2:
             continue
         if column.kind == "axis" or column.key in ALWAYS_SHOWN or not (reason or is_zero):

@@ -12,7 +12,7 @@ from html import escape
 from string import Template
 
 from bench.report.display import Display, display, telling_columns
-from bench.report.notes import LEGEND
+from bench.report.legend import build_legend
 from bench.report.page import PAGE
 from bench.report.plots import build_plots
 from bench.report.svg import draw
@@ -41,7 +41,7 @@ def render_html(table: Table) -> str:
             for plot in plots
         ),
         missing=_items(missing),
-        legend=_items(LEGEND),
+        legend=_items(build_legend(table, columns)),
         run=escape(_run(table)),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from bench.report.display import Display, display, telling_columns
-from bench.report.notes import LEGEND
+from bench.report.legend import build_legend
 from bench.report.table import Column, Table
 from bench.report.text import panels
 from bench.report.view import groups
@@ -55,7 +55,8 @@ def render_latex(table: Table) -> str:
             lines += [r"\par\smallskip", *_tabular(shown, panel)]
     footnotes = [f"({i}) {text}" for text, i in numbers.items()]
     lines += [r"\par\smallskip", r"\begin{minipage}{\linewidth}\raggedright"]
-    lines += [rf"{escape(text)}\par" for text in (*footnotes, *table.notes, *asides, *LEGEND)]
+    legend = build_legend(table, columns)
+    lines += [rf"{escape(text)}\par" for text in (*footnotes, *table.notes, *asides, *legend)]
     lines += [r"\end{minipage}", r"\end{table}"]
     return "\n".join(lines) + "\n"
 

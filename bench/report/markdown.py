@@ -8,7 +8,7 @@ from __future__ import annotations
 from tabulate import tabulate
 
 from bench.report.display import Display, display, shown_columns
-from bench.report.notes import LEGEND
+from bench.report.legend import build_legend
 from bench.report.table import Table
 from bench.report.view import groups
 
@@ -22,7 +22,8 @@ def render_markdown(table: Table) -> str:
         lines += [f"### {escape(heading)}", ""] if heading else []
         lines += [_grid(display(part, shown_columns(part), numbers)), ""]
     footnotes = [f"({i}) {text}" for text, i in numbers.items()]
-    lines += [f"- {escape(text)}" for text in (*footnotes, *table.notes, *LEGEND)]
+    legend = build_legend(table, shown_columns(table))
+    lines += [f"- {escape(text)}" for text in (*footnotes, *table.notes, *legend)]
     return "\n".join(lines) + "\n"
 
 

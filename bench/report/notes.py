@@ -11,20 +11,10 @@ from collections.abc import Callable, Sequence
 from bench.metrics import CellMetrics
 from bench.rounds import MAX_WARMUPS
 from bench.samples import Samples
-from bench.stats import CONFIDENCE, MARGIN, Judgement, Verdict, Why
+from bench.stats import CONFIDENCE, Judgement, Verdict, Why
 
-LEGEND = (
-    "TTFT: arrival to first token, queueing included. "
-    "TPOT = (E2E - TTFT) / (n - 1), the median of requests with n >= 2 output tokens. "
-    "ITL: each gap between two tokens. Percentiles are nearest-rank, over completed requests.",
-    "step: host time plus waits of one step. host: median without waits. "
-    "wait: mean time the host was blocked by the release policy.",
-    "withheld block-ms, copies, LATER, preemptions: median of the rounds. "
-    "Withheld peak and memory: largest. wrong requests: sum of all verified rounds.",
-    "vs baseline: tok/s by the baseline's of the same round, the centre of the rounds' ratios "
-    f"[{100 * CONFIDENCE:g} % interval]. SAME: all of the interval within {100 * MARGIN:g} % of 1. "
-    "FASTER, SLOWER: all of it above 1, below 1. UNCLEAR: neither.",
-)
+# Policies that keep blocks back until a fence has passed, or wait for it.
+HOLDING = {"blocking", "deferred", "polled", "step"}
 
 
 def build_notes(
@@ -39,6 +29,7 @@ def build_notes(
         *_per_cell(metrics, _failed),
         *samples.run.notes,
         _rounds(samples, metrics),
+        *_nothing_in_flight(metrics),
         *_unclear(metrics, judgements),
         *_detectable(metrics, judgements),
         *_per_cell(metrics, _outliers),
@@ -105,11 +96,25 @@ def _near_ties(m: CellMetrics) -> str:
 
 def _rounds(samples: Samples, metrics: Sequence[CellMetrics]) -> str:
     baseline = next((cell_label(m) for m in metrics if m.cell.baseline), None)
+    if not any(m.num_rounds for m in metrics):
+        return "no measured round has ended: there is no figure to show"
     count = max([samples.run.rounds, *(m.num_rounds for m in metrics)])  # `-r auto` adds some
     rounds = f"{_num(count, 'measured round')} per cell"
     if baseline is None or len(metrics) < 2:
         return rounds
     return f"{rounds}; baseline: {baseline}"
+
+
+def _nothing_in_flight(metrics: Sequence[CellMetrics]) -> list[str]:
+    """That the release policies were compared on a run in which they had nothing to do."""
+    policies = {m.cell.axes.get("release") for m in metrics}
+    idle = all(m.withheld_blocks_peak.value == m.wait_us_per_step.value == 0 for m in metrics)
+    if len(policies) < 2 or not policies & HOLDING or not idle:
+        return []
+    return [
+        "nothing was given up while device work was in flight: the release policies cannot differ "
+        "here (forks and aborts in mid-step are what they differ in)"
+    ]
 
 
 _WHY_UNCLEAR = {

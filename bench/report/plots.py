@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.report.display import format_number, interval_decimals
+from bench.report.legend import interval_name
 from bench.report.table import Row, Table
 from bench.samples import StepRecord
 from bench.stats import percentile
@@ -123,8 +124,8 @@ def _speed(table: Table) -> Plot | str:
     if not dots:
         return f"no plot of the speed: {'; '.join(missing) or 'no row'}"
     caption = (
-        "Centre over rounds of tok/s divided by the baseline's, with its 98 % interval; "
-        "an interval that covers 1 shows no difference. A dot without an interval has one round."
+        f"Centre over rounds of tok/s divided by the baseline's, {_ends(table)}"
+        "A dot without an interval has one round."
         if is_compared
         else "Median of the rounds."
     )
@@ -250,6 +251,14 @@ def _shares(times: Sequence[float], edges: Sequence[float]) -> tuple[float, ...]
     for time in times:
         counts[min(max(bisect_right(edges, time) - 1, 0), len(counts) - 1)] += 1
     return tuple(100 * count / len(times) for count in counts) if times else ()
+
+
+def _ends(table: Table) -> str:
+    name = interval_name(table.rows)
+    if not name:
+        return "without an interval. "
+    shows_nothing = " An interval that covers 1 shows no difference." * ("interval" in name)
+    return f"with the {name}.{shows_nothing} "
 
 
 def _interval_text(value: float, low: float | None, high: float | None) -> str:

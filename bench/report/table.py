@@ -71,7 +71,10 @@ FIRST_AXES = ("release", "free_order")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cell's figures: `values` has every column's key, `undefined` the reasons of the Nones."""
+    """One cell's figures: `values` has every column's key, `undefined` the reasons of the Nones.
+
+    `num_ratios` counts the rounds it has in common with the baseline.
+    """
 
     cell: int
     values: dict[str, Any]
@@ -79,6 +82,7 @@ class Row:
     unsafe: bool
     baseline: bool
     all_failed: bool = False
+    num_ratios: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +186,7 @@ def _row(cell: CellMetrics, axes: tuple[Column, ...], judged: Judgement) -> Row:
         unsafe=cell.cell.unsafe,
         baseline=cell.cell.baseline,
         all_failed=cell.all_failed,
+        num_ratios=judged.ratio.num_values if judged.ratio else 0,
     )
 
 

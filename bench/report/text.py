@@ -20,7 +20,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from bench.report.display import Display, display, telling_columns
-from bench.report.notes import LEGEND
+from bench.report.legend import build_legend
 from bench.report.table import Column, Row, Table
 from bench.report.view import groups
 
@@ -60,7 +60,7 @@ def render_text(table: Table, screen: Screen) -> str:
             lines += [*_draw(shown, panel, part.rows, screen), ""]
     lines += _paragraphs([f"({i}) {text}" for text, i in numbers.items()], screen)
     lines += _paragraphs([*table.notes, *asides], screen)
-    lines += ["", *_paragraphs(LEGEND, screen)]
+    lines += ["", *_paragraphs(build_legend(table, columns), screen)]
     return "\n".join(lines) + "\n"
 
 

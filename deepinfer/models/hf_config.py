@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deepinfer.config import ModelConfig
+from deepinfer.config import DTYPES, ModelConfig
 from deepinfer.errors import UserError
 
 _INT_KEYS = (
@@ -23,7 +23,6 @@ _INT_KEYS = (
     "intermediate_size",
     "vocab_size",
 )
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def model_config_from_folder(path: Path) -> ModelConfig:
@@ -85,12 +84,27 @@ def _positive(file: Path, raw: dict[str, Any], key: str, default: float) -> floa
 
 def _rope_theta(file: Path, raw: dict[str, Any]) -> float:
     """The base of the rotary embedding; transformers 5 keeps it in `rope_parameters`."""
-    nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = nested.get("rope_type", nested.get("type", "default"))
-    if kind != "default":
-        raise UserError(f"{file}: rope_parameters: rope_type {kind!r} is not supported: 'default'")
+    for key in ("rope_parameters", "rope_scaling"):
+        _refuse_scaling(file, key, raw.get(key) or {})
+    nested = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     source = nested if "rope_theta" in nested else raw
     return _positive(file, source, "rope_theta", 10_000.0)
+
+
+def _refuse_scaling(file: Path, key: str, rope: Any) -> None:
+    """Refuse any rotary embedding but the plain one over all channels.
+
+    Whatever else is set there (a factor, a set of parameters for each kind of layer) would change
+    the angles, so keys are allowed by name.
+    """
+    if not isinstance(rope, dict):
+        raise UserError(f"{file}: {key}: must be an object, not {rope!r}")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default":
+        raise UserError(f"{file}: {key}: rope_type {kind!r} is not supported: 'default'")
+    for name in sorted(rope.keys() - {"rope_theta", "rope_type", "type"}):
+        if (name, rope[name]) != ("partial_rotary_factor", 1):
+            raise UserError(f"{file}: {key}: {name} {rope[name]!r} is not supported")
 
 
 def _refuse_unsupported(file: Path, raw: dict[str, Any]) -> None:

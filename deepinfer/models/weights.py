@@ -5,7 +5,8 @@ into one matrix, gate and up into another, and the channels of each q and k head
 rotary pair is adjacent (see `deepinfer.models.rope`).
 
 Knows nothing of steps or caches. Invariant: every tensor has the shape `ModelConfig` says and its
-dtype, or loading fails naming the file and the tensor.
+dtype, and every tensor of the network in a folder has its place, or loading fails naming the file
+and the tensor.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from deepinfer.config import ModelConfig
 from deepinfer.device.base import Device
 from deepinfer.errors import UserError
 
+# What a cast to the model's dtype keeps the meaning of; an integer or float8 tensor is a quantised
+# one, and its scales stand elsewhere.
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Of the drawn weights; `_Drawn` has the reasons.
 _QK_NORM = 2.0
 _OUTPUT_GAIN = 2.0
@@ -71,13 +75,18 @@ def load_weights(config: ModelConfig, device: Device) -> Qwen3Weights:
     """The weights `config` names, on `device`.
 
     Raises:
-        UserError: a file or tensor is missing, unreadable or has another shape than `config` says.
+        UserError: `config` is no geometry of this network; a file or tensor is missing, unreadable
+            or has another shape than `config` says; a tensor is no floating-point one, or is one
+            this network has no use for.
     """
+    config.check()
     target = device.torch_device
     if config.path is None:
         return _assemble(config, _Drawn(config), target)
     with _Folder(config.path) as folder:
-        return _assemble(config, folder, target)
+        weights = _assemble(config, folder, target)
+        folder.refuse_unused({"lm_head.weight"} if config.tie_word_embeddings else set())
+        return weights
 
 
 def interleave(x: Tensor, head_dim: int) -> Tensor:
@@ -135,6 +144,7 @@ class _Folder:
         self._path = path
         self._stack = ExitStack()
         self._opened: dict[Path, Any] = {}
+        self._used: set[str] = set()
         single, index = path / "model.safetensors", path / "model.safetensors.index.json"
         self._index: dict[str, str] | None = None
         if single.is_file():
@@ -164,11 +174,33 @@ class _Folder:
         if name not in opened.keys():  # noqa: SIM118 - a safetensors handle is no mapping
             raise UserError(f"{file}: holds no tensor {name!r}")
         tensor: Tensor = opened.get_tensor(name)
+        if tensor.dtype not in _FLOATS:
+            raise UserError(
+                f"{file}: {name}: dtype {_name_of(tensor.dtype)} is not supported",
+                hint=f"quantised weights are not read; valid: {', '.join(map(_name_of, _FLOATS))}",
+            )
         if tuple(tensor.shape) != shape:
             raise UserError(
                 f"{file}: {name}: shape {list(tensor.shape)}, but config.json says {list(shape)}"
             )
+        self._used.add(name)
         return tensor
+
+    def refuse_unused(self, redundant: set[str]) -> None:
+        """Raise UserError for a tensor of the network that nobody asked for, `redundant` ones not.
+
+        A bias, a scale or a layer too many would be left out of the sums without a word.
+        """
+        held = [(self._single, self._index or ())]
+        held += [(file, opened.keys()) for file, opened in self._opened.items()]
+        for file, names in held:
+            for name in sorted(set(names) - self._used - redundant):
+                if name.startswith(("model.", "lm_head")):
+                    raise UserError(
+                        f"{file}: {name}: this network has no such tensor",
+                        hint="biases, more layers than config.json has and other architectures "
+                        "are not supported",
+                    )
 
     def _open(self, file: Path) -> Any:
         if file not in self._opened:
@@ -177,6 +209,10 @@ class _Folder:
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{file}: cannot be read as safetensors: {error}") from error
         return self._opened[file]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _read_index(file: Path) -> dict[str, str]:

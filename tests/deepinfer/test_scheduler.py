@@ -106,6 +106,9 @@ def test_lifetime_admission_never_preempts():
         ({"block_size": 0}, "block_size: 0; at least 1"),
         ({"max_num_seqs": -1}, "max_num_seqs: -1"),
         ({"max_model_len": 0}, "max_model_len: 0"),
+        ({"max_model_len": 48.0}, "max_model_len: 48.0; expected an integer"),
+        ({"num_blocks": 16.5}, "num_blocks: 16.5; expected an integer"),
+        ({"seed": 1.5}, "seed: 1.5; expected an integer"),
         ({"admission": "promt"}, "admission: unknown name 'promt'"),
         ({"preemption": "oldest"}, "preemption"),
         ({"fork_tail_copy": "never"}, "fork_tail_copy"),
@@ -127,6 +130,13 @@ def test_bad_settings_are_refused_by_key(changes, match):
         ([1], {"seed": 2**63}, "seed"),
         ([1], {"stop_token_id": 2**31}, "stop_token_id"),
         ([1], {"stop_token_id": -1}, "stop_token_id"),
+        ([1], {"max_tokens": 2.5}, "max_tokens 2.5"),
+        ([1], {"max_tokens": True}, "max_tokens True"),
+        ([1], {"temperature": "x"}, "temperature 'x'"),
+        ([1], {"temperature": True}, "temperature True"),
+        ([1], {"temperature": 1e-39}, "temperature 1e-39; expected 0"),
+        ([1], {"seed": 1.5}, "seed 1.5"),
+        ([1], {"stop_token_id": 2.0}, "stop_token_id 2.0"),
     ],
 )
 def test_a_bad_request_is_refused_at_once_and_changes_nothing(prompt, sampling, match):
@@ -437,3 +447,27 @@ def test_aborting_everything_in_flight_leaves_an_empty_pool():
 def test_nothing_to_do_is_none():
     """An idle scheduler has no plan."""
     assert world().scheduler.schedule() is None
+
+
+@pytest.mark.parametrize("request_id", [7, None, ["a"]])
+def test_a_request_id_is_a_string(request_id):
+    """Another type is refused by `add` and `fork` alike, and changes nothing."""
+    w = world()
+    w.add("parent", [1, 2, 3], max_tokens=4)
+    w.step()
+    before = state(w)
+    with pytest.raises(UserError, match=r"request id .* expected a string"):
+        w.scheduler.add(request_id, np.array([1], np.int32), SamplingParams())
+    with pytest.raises(UserError, match=r"request id .* expected a string"):
+        w.scheduler.fork("parent", request_id, SamplingParams())
+    assert state(w) == before
+
+
+@pytest.mark.parametrize("count", [2.5, True, "2"])
+def test_shared_tokens_are_counted_in_integers(count):
+    """Half a token cannot be shared."""
+    w = world()
+    w.add("parent", [1, 2, 3], max_tokens=4)
+    w.step()
+    with pytest.raises(UserError, match="num_shared_tokens"):
+        w.scheduler.fork("parent", "child", SamplingParams(), num_shared_tokens=count)

@@ -117,3 +117,9 @@ def test_a_reservation_is_never_given_back(seqs):
 def test_blocks_for_rounds_up():
     """0 tokens need no block; an exact multiple needs no extra one."""
     assert [blocks_for(n, 4) for n in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-3, np.float32(0.5), 7])
+def test_temperatures_that_can_be_divided_by_pass(temperature):
+    """Zero, the smallest one, numpy's and whole ones; integers of numpy for the rest."""
+    SamplingParams(np.int64(3), temperature, np.int32(1), np.int32(0)).check("a")

@@ -177,6 +177,85 @@ def test_a_closed_stdout_is_quiet(args):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("args", [["list", "policies"], ["--help"], ["schema", "workload"]])
+def test_a_full_disk_behind_stdout_is_one_line(args, unbuffered):
+    """Nothing of the program is at fault, and the interpreter adds nothing at its exit."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "cli.py", *args],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: stdout: cannot be written: No space left on device\n"
+
+
+def test_without_stdout_nothing_is_begun():
+    """`>&-` is told in one line."""
+    command = f"{sys.executable} cli.py list policies >&-"
+    done = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "error: stdout is closed; there is nowhere to write the answer\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(13, "Permission denied", "a/b"), "error: a/b: Permission denied\n"),
+        (OSError(24, "Too many open files"), "error: Too many open files\n"),
+        (OSError("no code"), "error: no code\n"),
+    ],
+)
+def test_the_systems_refusals_are_one_line(failing, capsys, error, said):
+    """The file and the reason, and nothing about a fault of the program."""
+    failing(error)
+    assert main(["list"]) == 1
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate "
+                "memory: you tried to allocate 99 bytes. Error code 12 (Cannot allocate memory)"
+            ),
+            "you tried to allocate 99 bytes",
+        ),
+        (RuntimeError("[x] . DefaultCPUAllocator: not enough memory: you tried"), "not enough"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "Tried to allocate 2 GiB"),
+        (MemoryError(), "no message"),
+    ],
+)
+def test_memory_that_runs_out_is_named(failing, capsys, error, said):
+    """torch's and Python's ways to say it are one line and what may help."""
+    failing(error)
+    assert main(["list"]) == 1
+    first, hint = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: out of memory: ")
+    assert said in first
+    assert hint.startswith("hint: a smaller pool")
+
+
+@pytest.mark.parametrize(
+    "command", [["cli.py"], ["-c", "from bench.commands import main; raise SystemExit(main())"]]
+)
+def test_ctrl_c_while_modules_are_loaded_exits_130(command, tmp_path):
+    """An import that is interrupted ends `cli.py` and the console script without a traceback."""
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    environment = {**os.environ, "PYTHONPATH": os.fspath(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
 def test_colours_only_where_wanted(monkeypatch, capsys):
     """A terminal gets colours unless NO_COLOR is set; anything else never does."""
     monkeypatch.setattr(click.utils, "should_strip_ansi", lambda stream, color: color is False)

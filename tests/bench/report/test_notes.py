@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from bench.report.notes import HOLDING
 from bench.report.table import build_table
+from deepinfer.names import DESCRIPTIONS
 
 
 def notes(samples):
@@ -133,3 +137,50 @@ def test_added_rounds_are_counted_and_why_there_are_no_more(synthetic):
     said = notes(run.end(reason="every interval within 2 %"))
     assert "9 measured rounds per cell" in said
     assert "rounds were added until: every interval within 2 %" in said
+
+
+IDLE = {"withheld_peak": 0}
+
+
+def policies(synthetic, names, *, wait_us=0.0, counters=IDLE):
+    """One round of each release policy."""
+    run = synthetic()
+    for number, name in enumerate(names):
+        cell = run.cell({"release": name, "free_order": "reverse"}, baseline=number == 0)
+        run.round(cell, wait_us=wait_us, counters=counters)
+    return notes(run.end())
+
+
+def test_policies_that_had_nothing_to_do_are_told(synthetic):
+    """Nothing withheld, nothing waited for: the table cannot tell the policies apart."""
+    assert "the release policies cannot differ here" in policies(synthetic, ("deferred", "early"))
+
+
+@pytest.mark.parametrize(
+    "names_and_figures",
+    [
+        {"names": ("deferred",)},
+        {"names": ("early", "ordered")},
+        {"names": ("deferred", "early"), "counters": {"withheld_peak": 1}},
+        {"names": ("blocking", "early"), "wait_us": 0.5},
+        {"names": ("deferred", "early"), "counters": {"withheld_peak": None}},
+    ],
+)
+def test_policies_are_not_called_alike_without_reason(synthetic, names_and_figures):
+    """One policy, none that holds anything, a block withheld, a wait, a figure that is missing."""
+    assert "cannot differ" not in policies(synthetic, **names_and_figures)
+
+
+def test_a_run_without_a_round_says_so(synthetic):
+    """The rounds that were asked for are not counted as measured."""
+    run = synthetic(rounds=7)
+    run.cell()
+    said = notes(run.read())
+    assert "no measured round has ended" in said
+    assert "7 measured rounds per cell" not in said
+
+
+def test_holding_policies_are_policies():
+    """A renamed policy must not silence the note."""
+    assert set(DESCRIPTIONS["release"]) - HOLDING == {"early", "ordered"}
+    assert set(DESCRIPTIONS["release"]) > HOLDING

@@ -135,3 +135,14 @@ def test_axes_alone_make_a_table(comparison):
     """No figure was asked for, none is shown."""
     table = apply_view(build_table(comparison), View(("free_order", "release")))
     assert "reverse UNSAFE  early" in render_text(table, Screen())
+
+
+@pytest.mark.parametrize("num_cells", [0, 1])
+def test_what_was_not_measured_is_not_called_zero(synthetic, num_cells):
+    """A file that ends before its first cell or its first round: undefined is never 0."""
+    run = synthetic()
+    for _ in range(num_cells):
+        run.cell()
+    text = render_text(build_table(run.read()), Screen())
+    assert "0 in every row" not in text
+    assert "no measured round has ended" in text

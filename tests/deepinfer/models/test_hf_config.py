@@ -64,6 +64,11 @@ def test_rope_theta_of_transformers_5(tmp_path: Path) -> None:
         ("hidden_act", "gelu"),
         ("quantization_config", {"quant_method": "fp8"}),
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("rope_scaling", {"factor": 2.0}),
+        ("rope_scaling", "yarn"),
+        ("rope_parameters", {"partial_rotary_factor": 0.5}),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(tmp_path: Path, key: str, value: Any) -> None:
@@ -72,6 +77,13 @@ def test_what_would_be_computed_wrongly_is_refused(tmp_path: Path, key: str, val
         model_config_from_folder(folder(tmp_path, **{key: value}))
     assert "config.json" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_scaling_is_refused_beside_plain_parameters(tmp_path: Path) -> None:
+    """A scaling under the old key is not hidden by parameters without one under the new key."""
+    both = {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn"}}
+    with pytest.raises(UserError, match=r"config\.json: rope_scaling: rope_type 'yarn'"):
+        model_config_from_folder(folder(tmp_path, **both))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff\xfe"])

@@ -115,6 +115,54 @@ def test_a_wrong_shape_is_named(single: Path, device: SteppedCpuDevice) -> None:
         load_weights(config_of(single, intermediate_size=5), device)
 
 
+def change(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Put `tensors` into the folder's file, in place of those of the same names."""
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **tensors}, file)
+
+
+def test_a_quantised_tensor_is_refused(single: Path, device: SteppedCpuDevice) -> None:
+    """Integers would be taken for weights a hundred times too large."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    change(single, {name: torch.ones(6, 8, dtype=torch.int8)})
+    with pytest.raises(UserError, match=rf"model\.safetensors: {name}: dtype int8"):
+        load_weights(config_of(single), device)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.1.mlp.up_proj.weight",
+        "lm_head.bias",
+    ],
+)
+def test_a_tensor_without_a_place_is_refused(
+    single: Path, device: SteppedCpuDevice, name: str
+) -> None:
+    """A bias or a layer too many is named, not left out of the sums."""
+    change(single, {name: torch.ones(8)})
+    with pytest.raises(UserError, match=rf"model\.safetensors: {name}: this network has no such"):
+        load_weights(config_of(single), device)
+
+
+def test_a_redundant_head_and_foreign_tensors_are_left_alone(
+    single: Path, device: SteppedCpuDevice
+) -> None:
+    """A tied network may bring its head along, and a file tensors of something else."""
+    change(single, {"optimizer.step": torch.ones(1)})
+    weights = load_weights(config_of(single, tie_word_embeddings=True), device)
+    assert weights.head is weights.embedding
+
+
+def test_an_impossible_geometry_is_refused_before_anything_is_drawn(
+    device: SteppedCpuDevice,
+) -> None:
+    """The configuration is checked, whoever made it."""
+    with pytest.raises(UserError, match="head_dim: 15; must be even"):
+        load_weights(replace(TINY, head_dim=15), device)
+
+
 def test_a_broken_file_is_refused(single: Path, device: SteppedCpuDevice) -> None:
     """A file that is no safetensors is one line, not a traceback of the library."""
     (single / "model.safetensors").write_bytes(b"not safetensors")
