@@ -21,6 +21,7 @@ from bench.runner import Round, RoundResult, Target
 from bench.schema import Workload
 from bench.spec import Resolved
 from bench.stats import Interval, median, paired_ratio
+from deepinfer.outputs import StepOutput
 
 BATCH = 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 256
@@ -76,12 +77,18 @@ class AlternatingRound(Round):
             output = self._engine.collect()
             if noted:
                 self._take(output)
-            else:
-                for ended in output.finished:
-                    self._end(ended)
             if number >= 0:
                 self.step_ns[noted][pair] = float(time.perf_counter_ns() - begun)
+            if not noted:
+                self._keep_tokens(output)
             number += 1
+
+    def _keep_tokens(self, output: StepOutput) -> None:
+        """Behind the clock: what the account of the requests needs of a step without record."""
+        for request_id, token_id in zip(output.request_ids, output.token_ids.tolist(), strict=True):
+            self._tracked[request_id].token_ids.append(token_id)
+        for ended in output.finished:
+            self._end(ended)
 
 
 def observer_workload() -> Workload:

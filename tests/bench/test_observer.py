@@ -49,6 +49,7 @@ def test_one_step_of_each_pair_is_recorded(resolved, target):
     assert len(plain) + len(noted) > OUTPUT_TOKENS - 10
     assert len(result.steps) == len(noted) + 6
     assert len(result.emissions) == BATCH
+    assert not result.problems
 
 
 def test_the_cost_is_a_share_of_the_step(resolved, target):
