@@ -190,7 +190,8 @@ class WatchedDevice:
     def stop(self) -> None:
         """Set the second anchor: nothing watched comes after it."""
         self._last = self._inner.anchor()
-        self._device_ns = self._last.event.elapsed_ms(self._first.event) * 1e6
+        # Whole nanoseconds: what the way through milliseconds adds is not drift.
+        self._device_ns = round(self._last.event.elapsed_ms(self._first.event) * 1e6)
 
     @property
     def clock_error_ns(self) -> int:
@@ -199,7 +200,7 @@ class WatchedDevice:
         return max(self._first.error_ns, self._last.error_ns)
 
     @property
-    def drift_ns(self) -> float:
+    def drift_ns(self) -> int:
         """How far the two clocks moved apart between the anchors; `place` spreads it evenly."""
         assert self._last is not None, "stop() comes first"
         return self._device_ns - (self._last.host_ns - self._first.host_ns)
