@@ -176,7 +176,7 @@ class WatchedDevice:
         self._host = threading.get_ident()
         self._first = inner.anchor()
         self._last: ClockAnchor | None = None
-        self._device_ns = 0.0  # between the anchors, by the device's clock
+        self._device_ns = 0  # between the anchors, by the device's clock
 
     # -- notes -----------------------------------------------------------------------------------
 
