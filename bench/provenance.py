@@ -19,6 +19,7 @@ _FACTS: dict[str, tuple[str, ...]] = {
     "gpu": ("gpu", "name"),
     "gpu memory_bytes": ("gpu", "memory_bytes"),
     "driver": ("gpu", "driver"),
+    "power_limit_w": ("gpu", "power_limit_w"),
     "commit": ("git", "commit"),
 }
 
