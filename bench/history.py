@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from bench.metrics import CellMetrics, compute_metrics
@@ -107,12 +106,7 @@ class History:
     def __enter__(self) -> History:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._db.close()
 
     @property

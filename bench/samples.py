@@ -15,13 +15,12 @@ import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from types import TracebackType, UnionType
+from types import UnionType
 from typing import (
     Any,
     ClassVar,
     Literal,
     TextIO,
-    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -214,7 +213,6 @@ Record = (
     | FailureRecord
     | EndRecord
 )
-R = TypeVar("R", bound=Record)
 
 
 @dataclass(slots=True)
@@ -285,12 +283,7 @@ class SampleWriter:
     def __enter__(self) -> SampleWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 

@@ -7,7 +7,6 @@ where there is no torch or no CUDA every figure is None, with the reason.
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 
 from bench.collect.reading import Reading
 
@@ -33,12 +32,7 @@ class AllocatorCollector:
             sys.modules["torch"].cuda.reset_peak_memory_stats()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         return None
 
     def read(self) -> Reading:

@@ -7,7 +7,6 @@ figure's key; those without a value are explained in `reasons`, by collector.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 from bench.collect.allocator import AllocatorCollector
@@ -31,12 +30,7 @@ class MemoryCollector:
             self._stack.enter_context(collector)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
     def read(self) -> dict[str, Any]:

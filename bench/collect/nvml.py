@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from bench.collect.reading import Reading, one_line
@@ -114,12 +114,7 @@ class NvmlGpu:
                 self.reason = one_line(f"GPU {gpu}: {error}")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._nvml is not None:
             close_nvml(self._nvml)
         self._nvml = self._handle = None
@@ -160,13 +155,8 @@ class NvmlCollector:
         self._gpu.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._gpu.__exit__(kind, error, traceback)
+    def __exit__(self, *exc: object) -> None:
+        self._gpu.__exit__(*exc)
 
     def read(self) -> Reading:
         """Bytes now; see `FIGURES`."""

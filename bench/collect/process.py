@@ -5,8 +5,6 @@ Knows psutil. Invariant: CPU time counts from the start of the context, memory i
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import psutil
 
 from bench.collect.reading import Reading
@@ -28,12 +26,7 @@ class ProcessCollector:
             self._start_s = 0.0  # `read` will meet the same error and say so
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         return None
 
     def read(self) -> Reading:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from bench.collect.nvml import MEMORY, PROCESSES, SLOWDOWNS, STATE, NvmlGpu, own_bytes
@@ -95,12 +94,7 @@ class NvmlSampler:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._thread is not None:
             self._stop.set()
             self._thread.join(PATIENCE_S)
@@ -112,7 +106,7 @@ class NvmlSampler:
             if "nvml" not in self.reasons:
                 self._take_sample()
         self._wall_s = self._now_s()
-        self._gpu.__exit__(kind, error, traceback)
+        self._gpu.__exit__(*exc)
 
     def summary(self) -> dict[str, Any]:
         """What a result keeps of the samples, ready for JSON; None with a line in `reasons`.
