@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.metrics import CellMetrics, compute_metrics
 from bench.provenance import environment_changes
-from bench.samples import SAMPLES_FILE, CellRecord, Samples
+from bench.samples import FINDING_COUNTERS, SAMPLES_FILE, CellRecord, Samples
 from bench.stats import (
     CONFIDENCE,
     MARGIN,
@@ -178,6 +178,9 @@ def _compare_cell(
     problems = [f"failed: {failure.reason}"] if failure else []
     num_wrong = sum(v.wrong_requests for v in new.verifications if v.cell == cell.cell)
     problems += [f"{num_wrong} wrong requests"] if num_wrong else []
+    for counter in FINDING_COUNTERS.values():
+        found = sum(r.counters.get(counter) or 0 for r in new.rounds if r.cell == cell.cell)
+        problems += [f"{found:g} {counter.replace('_', ' ')}"] if found else []
     return CellDifference(cell.axes, changes, tuple(problems))
 
 

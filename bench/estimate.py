@@ -19,6 +19,7 @@ from bench.arrivals import RequestSpec, build_requests
 from bench.history import SavedCell
 from bench.spec import Resolved
 from deepinfer.config import ModelConfig
+from deepinfer.models.hybrid.layer_plan import HybridConfig
 
 FLOPS = {"cpu": 5e10, "cpu-stepped": 5e10, "cuda": 2e13}  # a second; small batches reach no more
 
@@ -58,12 +59,44 @@ def estimate_round(
     return Estimate(max(computing_s, last_arrival_s), f"rule: {speed} FLOP/s, never run before")
 
 
-def num_parameters(model: ModelConfig) -> int:
-    """Parameters a token is multiplied with: the layers' and the head's, not the embedding's."""
+def num_parameters(model: ModelConfig | HybridConfig) -> int:
+    """Parameters a token is multiplied with: the layers' and the head's, not the embedding's.
+
+    Of the experts it meets those it is routed to. Norms and biases are left out.
+    """
+    if isinstance(model, HybridConfig):
+        return _num_hybrid_parameters(model)
     heads = model.num_attention_heads + 2 * model.num_key_value_heads
     attention = model.hidden_size * model.head_dim * (heads + model.num_attention_heads)
     mlp = 3 * model.hidden_size * model.intermediate_size
     return model.num_hidden_layers * (attention + mlp) + model.hidden_size * model.vocab_size
+
+
+def _num_hybrid_parameters(model: HybridConfig) -> int:
+    hidden, heads, head_dim = model.hidden_size, model.num_attention_heads, model.head_dim
+    attention = hidden * (model.q_lora_rank + head_dim) + model.q_lora_rank * heads * head_dim
+    output = model.o_lora_rank * (heads * head_dim + model.o_groups * hidden)
+    experts = 3 * hidden * model.moe_intermediate_size * (model.num_experts_per_tok + 1)
+    experts += hidden * model.n_routed_experts  # the router
+    mixes = 2 * model.hc_mult * (2 + model.hc_mult) * model.hc_mult * hidden
+    total = model.num_hidden_layers * (attention + output + experts + mixes)
+    for layer in model.layers:
+        if layer.compressor is not None:
+            columns = 2 if layer.compressor.overlap else 1
+            columns *= 2 if layer.compressor.gated else 1
+            total += hidden * head_dim * columns
+            if layer.index_keys == "pooled":
+                total += hidden * model.index_head_dim * columns
+            elif layer.index_keys == "latent":
+                total += head_dim * model.index_head_dim
+        if layer.is_selector:
+            width = model.index_head_dim * model.q_lora_rank + hidden
+            total += model.index_n_heads * width
+        if layer.engram and model.engram is not None:
+            looked_up = model.engram.columns * model.engram.head_dim
+            total += looked_up * (model.hc_mult + 1) * hidden
+    collapse = 0 if model.single_pass else model.hc_mult * model.hc_mult * hidden
+    return total + collapse + hidden * model.vocab_size
 
 
 def _num_tokens(requests: Sequence[RequestSpec]) -> int:

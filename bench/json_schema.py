@@ -16,8 +16,9 @@ import json
 from typing import Any
 
 from bench.catalog import Kind
-from bench.schema import Arrival, Count, Lengths, Profile, Strict, Workload
-from deepinfer.names import DESCRIPTIONS, TITLES
+from bench.schema import Arrival, Lengths, Profile, Workload
+from bench.strict import Count, Strict
+from deepinfer.names import CHECKS, DESCRIPTIONS, TITLES
 
 _MODELS: dict[Kind, type[Strict]] = {"workload": Workload, "profile": Profile}
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -83,6 +84,10 @@ def _property(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     finished = {**(given[0] if len(given) == 1 else {}), **plain}
     if name in DESCRIPTIONS:
         said = "; ".join(f"{choice}: {text}" for choice, text in DESCRIPTIONS[name].items())
-        finished["enum"] = list(DESCRIPTIONS[name])
+        if name == "checks":
+            one = "|".join(CHECKS)
+            finished["pattern"] = rf"^(off|({one})(\+({one}))*)$"
+        else:
+            finished["enum"] = list(DESCRIPTIONS[name])
         finished["description"] = f"{TITLES[name]}. {said}"
     return finished

@@ -20,6 +20,7 @@ import numpy as np
 from deepinfer.block_manager import BlockManager, Verdict
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.fork import ForkedTable, split_fork, take_fork_blocks
+from deepinfer.observer import KV, Access
 from deepinfer.plan import Int32, Rows
 from deepinfer.release import Fence, ReleaseQueue
 from deepinfer.sequence import SamplingParams, Sequence, SequenceTable, blocks_for
@@ -193,8 +194,8 @@ class _ForkLab:
         for source, target in self.child.copies:
             copy_stream.submit(
                 partial(self._copy_block, source, target),
-                reads=[source],
-                writes=[target],
+                reads=[Access(KV, np.array([source]))],
+                writes=[Access(KV, np.array([target]))],
                 label=f"copy {source} to {target}",
             )
         copy_stream.record(self.copied)
@@ -228,7 +229,9 @@ class _ForkLab:
         block_id = self.blocks.allocate_one()
         self.blocks.check_integrity()
         self.device.stream("load").submit(
-            partial(self._write_block, block_id), writes=[block_id], label=f"write {block_id}"
+            partial(self._write_block, block_id),
+            writes=[Access(KV, np.array([block_id]))],
+            label=f"write {block_id}",
         )
         self.device.advance("load")  # first, because nothing orders it behind the copy
         self.device.synchronize()

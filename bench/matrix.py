@@ -1,7 +1,7 @@
 """All cells of a comparison, interleaved round by round, each verified before its time counts.
 
-    warm-up     cell 0, cell 1, ...      other prompts, few tokens, never in a table; again until
-                                         the step times have settled
+    warm-up     cell 0, cell 1, ...      other prompts, few tokens, no time of theirs in a table;
+                                         the first with rows tagged; again until step times settle
     round 0     the cells in an order drawn from the seed
     round 1     ...
 
@@ -41,8 +41,9 @@ from bench.rounds import (
     play_rounds,
     slowdowns,
 )
-from bench.runner import Round, RoundResult, Target
+from bench.runner import Round, RoundResult, Target, with_tags
 from bench.samples import (
+    FINDING_COUNTERS,
     CellRecord,
     EndRecord,
     FailureRecord,
@@ -54,8 +55,9 @@ from bench.samples import (
 )
 from bench.schema import Workload
 from bench.spec import Resolved
-from deepinfer.errors import UserError
+from deepinfer.errors import DeviceError, DeviceTimeoutError, UserError
 
+REASON_LENGTH = 500  # a time-out names blocks and requests
 WARMUP_TOKENS = 8  # outputs of a warm-up request at most
 WARMUP_PROMPT_TOKENS = 4096  # of all warm-up requests together, if the first has no more
 
@@ -93,6 +95,7 @@ class Matrix:
         kept: what a run that is carried on has already.
         fail_fast: end the run at the first round that raises; else its cell is left alone and the
             others run on.
+        tag_warmup: tag the rows of each cell's first warm-up, whatever its `checks` say.
 
     Raises UserError for whatever the devices, weights, engines or the trace refuse, and for what
     does not fit in memory. A context manager.
@@ -110,10 +113,12 @@ class Matrix:
         metadata: dict[str, Any] | None = None,
         kept: Kept = NOTHING_KEPT,
         fail_fast: bool = False,
+        tag_warmup: bool = True,
     ) -> None:
         self._cells, self._rounds, self._axes = list(cells), rounds, axes
         self._progress, self._metadata = progress, metadata or {}
         self._kept, self._fail_fast = kept, fail_fast
+        self._tag_warmup = tag_warmup
         self._failed: set[int] = set()  # cells that are left alone
         self._auto, self._make_round = auto, make_round
         self._speeds: list[dict[int, float]] = [{} for _ in cells]  # tok/s by round
@@ -128,10 +133,7 @@ class Matrix:
                 warmup = build_requests(workload, seed, vocab_size, WARMUP_ROUND)
             self._warmup_requests = _shortened(warmup)
             for cell in cells:
-                name = cell.resolved.device
-                if name not in self._targets:
-                    self._targets[name] = Target(cell.resolved)
-                    stack.callback(self._targets[name].close)
+                stack.callback(self._close_target, cell.resolved.device)
                 self._try_engine(cell)
             gc.collect()
             gc.freeze()  # torch's many objects: going through them would cost a round 0.1 s a time
@@ -245,19 +247,37 @@ class Matrix:
 
     def _fail(self, writer: SampleWriter, cell: Cell, index: int, error: Exception) -> None:
         """Note why a round gave no result; its cell is not run on."""
-        reason = one_line(f"{type(error).__name__}: {error}")
+        reason = one_line(f"{type(error).__name__}: {error}", REASON_LENGTH)
         writer.write(FailureRecord(cell.index, index, reason))
         self._failed.add(cell.index)
         name = cell.label or cell.resolved.workload.name
         self._progress(f"{_which_round(index, self._rounds)}  {name}  FAILED: {reason}")
+        if isinstance(error, DeviceTimeoutError):
+            # What hangs has not ended: it would be in the way of whatever is measured beside it.
+            raise _Stopped(f"{name} hangs") from error
+        if isinstance(error, DeviceError):  # a failed device takes no more work
+            self._close_target(cell.resolved.device)
         if self._fail_fast:
             raise _Stopped(f"{name} failed") from error
 
+    def _target(self, cell: Cell) -> Target:
+        """The cell's device, opened when it is first asked for, and again after it failed."""
+        name = cell.resolved.device
+        if name not in self._targets:
+            self._targets[name] = Target(cell.resolved)
+        return self._targets[name]
+
+    def _close_target(self, device: str) -> None:
+        target = self._targets.pop(device, None)
+        if target is not None:  # None: it could not be opened again
+            target.close()
+
     def _round(self, cell: Cell, index: int) -> Round:
         warmup = index < 0
+        is_tagged = index == WARMUP_ROUND and self._tag_warmup
         return self._make_round(
-            cell.resolved,
-            self._targets[cell.resolved.device],
+            with_tags(cell.resolved) if is_tagged else cell.resolved,
+            self._target(cell),
             self._warmup_requests if warmup else self._requests,
             cell=cell.index,
             index=index,
@@ -266,8 +286,7 @@ class Matrix:
 
     def _verify(self, cell: Cell, result: RoundResult, index: int) -> VerificationRecord:
         """Every request of the round once more, through the dense reference."""
-        target = self._targets[cell.resolved.device]
-        judged = target.verify(list(result.emissions.values()), cell.resolved.verify)
+        judged = self._target(cell).verify(list(result.emissions.values()), cell.resolved.verify)
         verdicts = dict(zip(result.emissions, judged, strict=True))
         disproved = [name for name, verdict in verdicts.items() if verdict.wrong]
         wrong_ids = tuple(dict.fromkeys([*disproved, *result.problems]))
@@ -386,8 +405,10 @@ def _progress_line(
 ) -> str:
     speed = f"{record.num_output_tokens / record.wall_s:8.1f} tok/s" if record.wall_s else ""
     wrong = f"  {verdict.wrong_requests} WRONG" if verdict and verdict.wrong_requests else ""
+    found = sum(record.counters.get(name) or 0 for name in FINDING_COUNTERS.values())
+    unsafe = f"  UNSAFE: {record.findings[0]}" if found else ""
     which = _which_round(index, rounds)
-    return f"{which}  {cell.label or cell.resolved.workload.name}  {speed}{wrong}"
+    return f"{which}  {cell.label or cell.resolved.workload.name}  {speed}{wrong}{unsafe}"
 
 
 def _which_round(index: int, rounds: int) -> str:

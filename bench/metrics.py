@@ -20,6 +20,7 @@ from typing import Any
 from bench import stats
 from bench.rounds import THROTTLED_ROUND, is_settled, median_step_us, slowdowns
 from bench.samples import (
+    FINDING_COUNTERS,
     FORKED,
     CellRecord,
     FailureRecord,
@@ -74,7 +75,9 @@ class CellMetrics:
     Latencies pool the completed requests of all measured rounds; step figures pool their steps;
     figures counted per round (`withheld_block_ms`, `block_copies`, `later`, `preemptions`, memory)
     are the median over rounds, peaks the largest. `wrong_requests`, `near_ties` and
-    `max_logprob_diff` cover every verified round, warm-up too: a wrong answer is wrong.
+    `max_logprob_diff` cover every verified round, warm-up too: a wrong answer is wrong. So do
+    `wrong_rows`, `hazards` and `contradictions`, what the checkers found, where they were on;
+    `findings` are the first of them in words.
     """
 
     cell: CellRecord
@@ -100,6 +103,9 @@ class CellMetrics:
     wrong_requests: Metric
     near_ties: Metric
     max_logprob_diff: Metric
+    wrong_rows: Metric
+    hazards: Metric
+    contradictions: Metric
     nvml_used_mib: Metric
     torch_peak_mib: Metric
     process_rss_mib: Metric
@@ -107,11 +113,19 @@ class CellMetrics:
     slowed_rounds: tuple[int, ...] = ()  # with the GPU throttled, though they were run twice
     num_repeated_rounds: int = 0  # throttled, then run again
     is_settled: bool = True  # the last two warm-ups, where there were two
+    findings: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()  # that were on in measured rounds
 
     @property
     def num_failed(self) -> int:
         """Requests that gave no complete answer: NEVER, aborted."""
         return self.num_never + self.num_aborted
+
+    @property
+    def num_findings(self) -> int:
+        """Of all checkers."""
+        found = (self.wrong_rows, self.hazards, self.contradictions)
+        return sum(int(metric.value or 0) for metric in found)
 
     @property
     def all_failed(self) -> bool:
@@ -149,6 +163,7 @@ def _cell_metrics(samples: Samples, cell: CellRecord) -> CellMetrics:
         **_step_metrics(steps),
         **_counter_metrics(rounds),
         **_verification_metrics(verdicts),
+        **_finding_metrics([r for r in samples.rounds if r.cell == cell.cell]),
         **_memory_metrics(rounds),
         outlier_rounds=stats.outliers(by_round),
         slowed_rounds=tuple(r.round for r in rounds if slowdowns(r.memory)),
@@ -156,6 +171,12 @@ def _cell_metrics(samples: Samples, cell: CellRecord) -> CellMetrics:
             r.cell == cell.cell and r.round <= THROTTLED_ROUND for r in samples.rounds
         ),
         is_settled=_is_settled(samples, cell),
+        findings=tuple(text for r in samples.rounds if r.cell == cell.cell for text in r.findings),
+        checks=tuple(
+            name
+            for name, counter in FINDING_COUNTERS.items()
+            if any(counter in r.counters for r in rounds)
+        ),
     )
     failure = samples.failure_of(cell.cell)
     return metrics if failure is None else _without_figures(metrics, failure)
@@ -182,7 +203,7 @@ def _without_figures(metrics: CellMetrics, failure: FailureRecord) -> CellMetric
     """A cell that failed has no figures, since it did not do its work; wrong answers stay wrong."""
     where = "its warm-up" if failure.round < 0 else f"round {failure.round + 1}"
     undefined = Metric(None, f"failed in {where}: {failure.reason}")
-    kept = ("wrong_requests", "near_ties", "max_logprob_diff")
+    kept = ("wrong_requests", "near_ties", "max_logprob_diff", *FINDING_COUNTERS.values())
     figures = {f.name: getattr(metrics, f.name) for f in fields(metrics)}
     emptied: dict[str, Any] = {
         name: undefined
@@ -268,6 +289,18 @@ def _verification_metrics(verdicts: Sequence[VerificationRecord]) -> dict[str, M
         "wrong_requests": Metric(sum(v.wrong_requests for v in verdicts)),
         "near_ties": Metric(sum(v.near_ties for v in verdicts)),
         "max_logprob_diff": Metric.of(worst, "a round has no finite log-probability difference"),
+    }
+
+
+def _finding_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
+    """The findings of each checker, over the rounds in which it was on."""
+    counts = {
+        counter: [found for r in rounds if (found := r.counters.get(counter)) is not None]
+        for counter in FINDING_COUNTERS.values()
+    }
+    return {
+        counter: Metric.of(sum(found) if found else None, f"checker {check} was off")
+        for (check, counter), found in zip(FINDING_COUNTERS.items(), counts.values(), strict=True)
     }
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from bench.runner import Target
 from bench.spec import Resolved
 from bench.verify import Emission, RequestVerdict
+from deepinfer.cache_engine import KVCache
 from deepinfer.engine import LLMEngine
 from deepinfer.outputs import RequestOutput
 from deepinfer.sequence import SamplingParams, blocks_for
@@ -65,7 +66,7 @@ def overwrite(engine: LLMEngine, victim: Request, rng: np.random.Generator) -> N
     source = seqs.table(int(rng.choice(others)))[0]
     destination = seqs.table(victim.row)[rng.integers(_num_used_blocks(engine, victim.row))]
     pairs = np.array([[source, destination]], np.int32)
-    device, cache = engine.device, engine.worker.cache
+    device, cache = engine.device, engine.cache
     device.stream("compute").submit(lambda: cache.copy_blocks(device.upload(pairs)))
 
 
@@ -74,7 +75,8 @@ def lose_row(engine: LLMEngine, victim: Request, rng: np.random.Generator) -> No
     seqs, row = engine.scheduler.seqs, victim.row
     column, offset = divmod(int(seqs.num_computed_tokens[row]) - 1, seqs.block_size)
     block_id = int(seqs.table(row)[column])
-    cache = engine.worker.cache
+    cache = engine.cache
+    assert isinstance(cache, KVCache), "a Qwen3 network"
 
     def zero() -> None:
         for layer in range(engine.model.num_hidden_layers):

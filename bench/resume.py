@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.provenance import environment_changes
-from bench.samples import RoundRecord, Samples, read_samples, samples_path
+from bench.samples import RoundRecord, Samples, never_began, read_samples, samples_path
 from deepinfer.errors import UserError
 
 # A line of these kinds ends something whole; all that follows the last of them is run again.
@@ -62,8 +62,11 @@ class Kept:
 def carry_on(folder: Path, plan: Plan, environment: Mapping[str, Any]) -> Kept:
     """What of the run in `folder` can be kept. Changes nothing.
 
-    Raises UserError if there is no run, or it is not one of `plan` made in this environment.
+    Of a run killed before its first line was whole that is nothing. Raises UserError if there is no
+    run, or it is not one of `plan` made in this environment.
     """
+    if _is_without_first_line(samples_path(folder)):
+        return Kept()
     samples = read_samples(folder)
     _check_same(samples, plan)
     if changed := environment_changes(samples.run.environment, environment):
@@ -88,6 +91,15 @@ def cut_to_whole_rounds(folder: Path) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         raise UserError(f"{path}: cannot resume: {error.strerror}") from error
+
+
+def _is_without_first_line(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            line = file.readline()
+    except OSError:  # whoever reads it next says what is wrong with it
+        return False
+    return not line.endswith(b"\n") and never_began(line)
 
 
 def _check_same(samples: Samples, plan: Plan) -> None:

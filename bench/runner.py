@@ -7,6 +7,7 @@ was given, also those that were refused or gave up.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import time
 from collections import deque
@@ -16,17 +17,30 @@ from dataclasses import dataclass, field
 from bench.arrivals import ChildSpec, RequestSpec
 from bench.collect.memory import MemoryCollector
 from bench.collect.sampler import NvmlSampler
-from bench.samples import FORKED, RequestRecord, RoundRecord, StepRecord
+from bench.samples import FINDING_COUNTERS, FORKED, RequestRecord, RoundRecord, StepRecord
 from bench.schema import Verify
 from bench.spec import Resolved
 from bench.verify import DenseReference, Emission, RequestVerdict, Tolerances
 from deepinfer.block_manager import Verdict
+from deepinfer.checks.prefix_tags import MAX_POSITIONS
+from deepinfer.checks.suite import parse_checks
 from deepinfer.device import Device, open_device
 from deepinfer.engine import LLMEngine
 from deepinfer.errors import DeepInferError, OwnershipError
 from deepinfer.models.weights import Qwen3Weights, load_weights
 from deepinfer.outputs import RequestOutput, StepOutput, StepStats
 from deepinfer.sequence import SamplingParams
+
+NUM_FINDINGS = 8  # of a round, in words
+
+
+def with_tags(resolved: Resolved) -> Resolved:
+    """The same with rows tagged; as it is if a request may have more positions than tags tell."""
+    names = parse_checks(resolved.engine.checks)
+    if "tags" in names or resolved.engine.max_model_len > MAX_POSITIONS:
+        return resolved
+    engine = dataclasses.replace(resolved.engine, checks="+".join(("tags", *names)))
+    return dataclasses.replace(resolved, engine=engine)
 
 
 class Target:
@@ -287,6 +301,7 @@ class Round:
         first = min((request.arrival_s for request in tracked), default=0.0)
         last = max((t for request in tracked for t in request.token_times_s), default=first)
         counters, release = self._engine.scheduler.counters, self._engine.release
+        findings = self._engine.findings
         return RoundRecord(
             cell=self._cell,
             round=self._index,
@@ -310,8 +325,13 @@ class Round:
                 "release_waits": release.counters.num_waits,
                 "release_wait_us": release.counters.wait_ns / 1e3,
                 "stream_waits": release.counters.num_stream_waits,
+                **{
+                    FINDING_COUNTERS[name]: findings.counts[name]
+                    for name in parse_checks(self._engine.config.checks)
+                },
             },
             memory={**memory.read(), **({"gpu": gpu.summary()} if gpu.samples else {})},
+            findings=tuple(map(str, findings.first[:NUM_FINDINGS])),
         )
 
 

@@ -1,8 +1,9 @@
 """The results file: `samples.jsonl`, one JSON object a line, written as it happens.
 
 Knows the shape of the records and of the file; does not know how anything was measured, nor what
-is computed from it. Invariant: a line is written whole and flushed before the next is begun, so a
-run that is killed leaves a file that can be read up to its last whole line.
+is computed from it. Invariant: a line is handed to the system whole before the next is begun, and
+one that does not fit on the disk is taken back, so a run that is killed or runs out of room leaves
+a file that can be read up to its last whole line.
 
 The first line is the `run` record. Times of requests and steps are seconds since the start of
 their round. A number that is not finite is written as null: the file is strict JSON.
@@ -10,6 +11,7 @@ their round. A number that is not finite is written as null: the file is strict 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -20,18 +22,20 @@ from typing import (
     Any,
     ClassVar,
     Literal,
-    TextIO,
     Union,
     get_args,
     get_origin,
     get_type_hints,
 )
 
+from bench.disk import cannot_write
 from deepinfer.errors import UserError
 
 SCHEMA_VERSION = 1
 SAMPLES_FILE = "samples.jsonl"
 FORKED = "forked"  # finish reason of a parent whose children carry on
+# Of each checker, what a round's counters call its findings; a checker that was off counts none.
+FINDING_COUNTERS = {"tags": "wrong_rows", "order": "hazards", "conservation": "contradictions"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class RoundRecord:
             too, as `bench.collect.sampler.NvmlSampler.summary` gives it.
         elapsed_s: what the round cost whoever waited for it, making the engine and verifying
             included, seconds; None in files of older versions.
+        findings: the first of what its checkers found, in words; `counters` has all of them.
     """
 
     kind: ClassVar[str] = "round"
@@ -101,6 +106,7 @@ class RoundRecord:
     counters: dict[str, float | None]
     memory: dict[str, Any]
     elapsed_s: float | None = None
+    findings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +255,12 @@ class SampleWriter:
 
     def __init__(self, path: Path | str, *, append: bool = False) -> None:
         self.path = samples_path(path)
-        mode: Literal["a", "x"] = "a" if append else "x"
+        mode: Literal["ab", "xb"] = "ab" if append else "xb"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Without a buffer: what the disk refuses would wait there and be refused once more.
             # SIM115 wants a `with`, but the file stays open for the life of the writer.
-            self._file: TextIO = open(self.path, mode, encoding="utf-8", newline="\n")  # noqa: SIM115
+            self._file = open(self.path, mode, buffering=0)  # noqa: SIM115
         except FileExistsError as error:
             if not self.path.is_file():  # a file stands where the folder should be
                 raise UserError(f"{self.path.parent}: not a folder") from error
@@ -262,19 +269,28 @@ class SampleWriter:
                 hint="choose another folder with -o, or carry the run on with --resume",
             ) from error
         except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot write results: {error.strerror}",
-                hint="choose a folder you may write to with -o",
-            ) from error
+            raise self._refused(error) from error
 
     def write(self, record: Record) -> None:
-        """Append one line and flush it. Raises UserError if the disk refuses it."""
-        line = _encode(record)
+        """Append one line. Raises UserError if the disk refuses it; then nothing of it is there."""
+        line = memoryview(f"{_encode(record)}\n".encode())
+        start = self._file.tell()
         try:
-            self._file.write(line + "\n")
-            self._file.flush()
+            while len(line):  # a disk that is nearly full takes a part, and then refuses the rest
+                line = line[self._file.write(line) :]
         except OSError as error:
-            raise UserError(f"{self.path}: cannot write results: {error.strerror}") from error
+            with contextlib.suppress(OSError):  # what cannot be cut is read as a torn last line
+                self._file.truncate(start)
+                self._file.seek(start)
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> UserError:
+        return cannot_write(
+            self.path,
+            error,
+            room="make room, then carry the run on with the same command and --resume",
+            place="choose a folder you may write to with -o",
+        )
 
     def close(self) -> None:
         """Close the file; harmless when closed."""
@@ -310,6 +326,11 @@ def read_samples(path: Path | str) -> Samples:
         is_whole = True
     else:
         is_whole = False
+    if not lines or (not is_whole and len(lines) == 1 and never_began(lines[0])):
+        raise UserError(
+            f"{source}: nothing was measured: the run was stopped before it began",
+            hint="its command with --resume begins it again",
+        )
     samples: Samples | None = None
     for number, line in enumerate(lines, start=1):
         where = f"{source}:{number}"
@@ -327,9 +348,14 @@ def read_samples(path: Path | str) -> Samples:
             samples = Samples(path=source, run=record)
         else:
             raise UserError(f"{where}: not a results file: its first line is no `run` record")
-    if samples is None:
-        raise UserError(f"{source}: empty", hint="the run was stopped before it began")
+    assert samples is not None, "there is a first line, and it is a `run` record"
     return samples
+
+
+def never_began(first_line: bytes) -> bool:
+    """Whether a file's only line, which has no end, is what is left of a run killed writing it."""
+    start = b'{"kind": "run"'
+    return start.startswith(first_line[: len(start)])
 
 
 def _existing_file(path: Path) -> Path:

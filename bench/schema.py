@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from deepinfer.config import MIN_TEMPERATURE, EngineConfig
-from deepinfer.names import DESCRIPTIONS
+from bench.model_schema import AnyModel
+from bench.strict import Count, PositiveFloat, Seed, Strict, Text, conflict
+from deepinfer.config import MAX_TIMEOUT_S, MIN_TEMPERATURE, EngineConfig
+from deepinfer.names import CHECKS, DESCRIPTIONS
 
 _ENGINE = EngineConfig()
 
@@ -24,18 +26,13 @@ def _greedy_or_warm(temperature: float) -> float:
     return temperature
 
 
-# Ids, positions and counters are int32.
-Count = Annotated[int, Field(ge=1, lt=2**31)]
 NumRequests = Annotated[int, Field(ge=1, le=1_000_000)]  # each is drawn before the first runs
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Temperature = Annotated[
     float,
     Field(ge=0, le=100, allow_inf_nan=False),
     AfterValidator(_greedy_or_warm),
 ]
-Text = Annotated[str, Field(min_length=1)]
 
 
 def _one_of(kind: str) -> AfterValidator:
@@ -48,24 +45,17 @@ def _one_of(kind: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _checkers(value: str) -> str:
+    if value != "off":
+        for name in value.split("+"):
+            if name not in CHECKS:
+                raise PydanticCustomError(
+                    "unknown_name", "unknown name", {"name": name, "valid": ["off", *CHECKS]}
+                )
+    return value
+
+
 Device = Annotated[str, _one_of("device")]
-
-
-def _conflict(text: str, expected: str) -> PydanticCustomError:
-    return PydanticCustomError("conflict", "{text}", {"text": text, "expected": expected})
-
-
-class Strict(BaseModel):
-    """Exact types, no unknown key, no change after it is made."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
-
-    def only(self, *names: str) -> None:
-        """Refuse any number but one of these keys."""
-        given = [name for name in names if getattr(self, name) is not None]
-        if len(given) != 1:
-            what = f"several forms (got {' and '.join(given)})" if given else "no form given"
-            raise _conflict(what, f"one of {', '.join(names)}")
 
 
 class EngineSettings(Strict):
@@ -85,67 +75,13 @@ class EngineSettings(Strict):
     admission: Annotated[str, _one_of("admission")] = _ENGINE.admission
     preemption: Annotated[str, _one_of("preemption")] = _ENGINE.preemption
     fork_tail_copy: Annotated[str, _one_of("fork_tail_copy")] = _ENGINE.fork_tail_copy
+    checks: Annotated[str, AfterValidator(_checkers)] = _ENGINE.checks
+    timeout_s: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_S)] = _ENGINE.timeout_s
     seed: Seed = _ENGINE.seed
 
     def given(self) -> dict[str, Any]:
         """Only what was set, by name."""
         return {name: getattr(self, name) for name in self.model_fields_set}
-
-
-class ModelSettings(Strict):
-    """A geometry with weights drawn from `seed`, or `path`: a Hugging Face folder that has both."""
-
-    path: Text | None = None
-    num_hidden_layers: Count | None = None
-    hidden_size: Count | None = None
-    num_attention_heads: Count | None = None
-    num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
-    intermediate_size: Count | None = None
-    vocab_size: Annotated[int, Field(ge=2)] | None = None
-    rope_theta: PositiveFloat = 1e6
-    rms_norm_eps: PositiveFloat = 1e-6
-    tie_word_embeddings: bool = True
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    seed: Seed = 0
-
-    @model_validator(mode="after")
-    def _agree(self) -> ModelSettings:
-        if self.path is not None:
-            beside = sorted(self.model_fields_set - {"path", "dtype"})
-            if beside:
-                raise _conflict(f"`path` beside {', '.join(beside)}", "path alone, or a geometry")
-            return self
-        missing = [name for name in GEOMETRY if getattr(self, name) is None]
-        if missing:
-            raise _conflict(f"missing {', '.join(missing)}", "a whole geometry, or path")
-        heads, kv_heads, head_dim = (
-            self.num_attention_heads,
-            self.num_key_value_heads,
-            self.head_dim,
-        )
-        assert heads is not None
-        assert kv_heads is not None
-        assert head_dim is not None
-        if heads % kv_heads:
-            raise _conflict(
-                f"query heads do not share KV heads evenly (got {heads} and {kv_heads})",
-                "num_attention_heads a multiple of num_key_value_heads",
-            )
-        if head_dim % 2:
-            raise _conflict(f"head_dim cannot be halved (got {head_dim})", "an even number")
-        return self
-
-
-GEOMETRY = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-)
 
 
 class Verify(Strict):
@@ -166,12 +102,16 @@ class DeviceFlag(Strict):
 
 
 class Profile(Strict):
-    """A machine and a model: device, geometry, pool and tolerances. `name` is the file's."""
+    """A machine and a model: device, geometry, pool and tolerances. `name` is the file's.
+
+    `memory_bytes`: what `env --sizing` may divide; by default all that is free.
+    """
 
     name: str = Field(default="", exclude=True)
     description: Text
     device: Device = "cpu"
-    model: ModelSettings
+    memory_bytes: Annotated[int, Field(ge=1)] | None = None
+    model: AnyModel
     engine: EngineSettings = EngineSettings()
     verify: Verify = Verify()
 
@@ -200,7 +140,7 @@ class Lengths(Strict):
     def _agree(self) -> Lengths:
         self.only("fixed", "uniform", "lognormal")
         if self.uniform and self.uniform[0] > self.uniform[1]:
-            raise _conflict(f"uniform runs backwards (got {list(self.uniform)})", "[low, high]")
+            raise conflict(f"uniform runs backwards (got {list(self.uniform)})", "[low, high]")
         return self
 
     @property
@@ -223,7 +163,7 @@ class Arrival(Strict):
     def _agree(self) -> Arrival:
         self.only("at_s", "poisson_per_s", "every_s")
         if self.at_s is not None and "start_s" in self.model_fields_set:
-            raise _conflict("start_s beside at_s", "at_s alone")
+            raise conflict("start_s beside at_s", "at_s alone")
         return self
 
 
@@ -264,7 +204,7 @@ class Group(Strict):
     @model_validator(mode="after")
     def _agree(self) -> Group:
         if self.fork and self.fork.after_tokens >= self.output_tokens.largest:
-            raise _conflict(
+            raise conflict(
                 f"fork.after_tokens is past the parent's end (got {self.fork.after_tokens})",
                 f"less than the parent's output_tokens ({self.output_tokens.largest})",
             )
@@ -295,9 +235,9 @@ class Workload(Strict):
     def _agree(self) -> Workload:
         self.only("requests", "trace")
         if self.requests == ():
-            raise _conflict("requests is empty (got [])", "at least one group")
+            raise conflict("requests is empty (got [])", "at least one group")
         if self.trace and "scale_lengths" in self.model_fields_set:
-            raise _conflict("scale_lengths beside trace", "scale_lengths within trace")
+            raise conflict("scale_lengths beside trace", "scale_lengths within trace")
         return self
 
     @property

@@ -19,27 +19,23 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from bench.model_schema import GEOMETRY, HybridSettings
 from bench.nearest import choices
-from bench.schema import (
-    GEOMETRY,
-    DeviceFlag,
-    EngineSettings,
-    Profile,
-    Strict,
-    Trace,
-    Verify,
-    Workload,
-)
+from bench.schema import DeviceFlag, EngineSettings, Profile, Trace, Verify, Workload
+from bench.strict import Strict
 from bench.validation import describe, validate
 from bench.yaml_source import Problem, Source, SourceError, parse, show_value
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.errors import UserError
 from deepinfer.models.hf_config import model_config_from_folder
+from deepinfer.models.hybrid.geometry import Geometry
+from deepinfer.models.hybrid.layer_plan import HybridConfig
 from deepinfer.names import DESCRIPTIONS, UNSAFE_POLICIES
 
 # `seed` is left out: every cell of a comparison gets the same requests.
 AXES = (*(name for name in EngineSettings.model_fields if name != "seed"), "device")
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]*)")
+_DECIMAL = re.compile(r"-?(0|[1-9][0-9]*)\.[0-9]+")
 
 _File = TypeVar("_File", Workload, Profile)
 _Flags = TypeVar("_Flags", bound=Strict)
@@ -68,7 +64,7 @@ def load_profile(path: Path) -> Profile:
     Raises UserError, or SourceError with all problems.
     """
     profile = _load(Profile, path)
-    if profile.model.path is None:
+    if isinstance(profile.model, HybridSettings) or profile.model.path is None:
         return profile
     model = profile.model.model_copy(update={"path": _beside(path, profile.model.path)})
     return profile.model_copy(update={"model": model})
@@ -122,7 +118,7 @@ class Resolved:
     workload: Workload
     profile_name: str
     engine: EngineConfig
-    model: ModelConfig
+    model: ModelConfig | HybridConfig
     device: str
     verify: Verify
 
@@ -156,7 +152,7 @@ class Resolved:
             "profile": self.profile_name,
             "device": self.device,
             "engine": dataclasses.asdict(self.engine),
-            "model": {**dataclasses.asdict(self.model), "path": _path_text(self.model.path)},
+            "model": _plain_model(self.model),
             "verify": _plain(self.verify),
         }
 
@@ -172,8 +168,9 @@ def _plain(settings: Strict) -> dict[str, Any]:
     return settings.model_dump(mode="json", exclude_none=True, exclude={"engine"})
 
 
-def _path_text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+def _plain_model(model: ModelConfig | HybridConfig) -> dict[str, Any]:
+    plain = dataclasses.asdict(model)
+    return {**plain, "path": str(plain["path"])} if plain.get("path") is not None else plain
 
 
 def resolve(profile: Profile, workload: Workload, flags: Flags | None = None) -> Resolved:
@@ -184,15 +181,20 @@ def resolve(profile: Profile, workload: Workload, flags: Flags | None = None) ->
     flags = flags or Flags()
     from_flags = {**flags.engine, **({} if flags.seed is None else {"seed": flags.seed})}
     layers = (profile.engine, workload.engine, _check_flags(EngineSettings, from_flags))
-    merged = {name: value for layer in layers for name, value in layer.given().items()}
-    _check_budget(EngineConfig(**merged))
+    engine = EngineConfig(
+        **{name: value for layer in layers for name, value in layer.given().items()}
+    )
+    _check_budget(engine)
+    model = model_config(profile)
+    if isinstance(model, HybridConfig):
+        Geometry.of(model, engine.block_size)  # no single file or flag is wrong here either
     device = profile.device if flags.device is None else flags.device
     _check_flags(DeviceFlag, {"device": device})
     return Resolved(
         workload=_override_input(workload, flags),
         profile_name=profile.name,
-        engine=EngineConfig(**merged),
-        model=_model_config(profile),
+        engine=engine,
+        model=model,
         device=device,
         verify=profile.verify,
     )
@@ -240,8 +242,11 @@ def _override_input(workload: Workload, flags: Flags) -> Workload:
     return workload.model_copy(update=given)
 
 
-def _model_config(profile: Profile) -> ModelConfig:
+def model_config(profile: Profile) -> ModelConfig | HybridConfig:
+    """The model of a profile. Raises UserError if a folder it names has none."""
     settings = profile.model
+    if isinstance(settings, HybridSettings):
+        return settings.config()
     if settings.path is not None:
         config = model_config_from_folder(Path(settings.path))
         if "dtype" not in settings.model_fields_set:
@@ -291,7 +296,7 @@ def _axis_values(what: str, name: str, text: str) -> tuple[Any, ...]:
     for part in (part.strip() for part in text.split(",")):
         if not part:
             raise UserError(f"{what} {name}: an empty value (got {text!r}); expected VALUE,VALUE")
-        value = int(part) if not is_text and _WHOLE.fullmatch(part) else part
+        value = part if is_text else _number(part)
         try:
             _check_flags(model, {name: value})
         except UserError as error:
@@ -300,6 +305,13 @@ def _axis_values(what: str, name: str, text: str) -> tuple[Any, ...]:
             raise UserError(f"{what} {name}: {part} is given twice; expected different values")
         values.append(value)
     return tuple(values)
+
+
+def _number(text: str) -> int | float | str:
+    """`text` as the number that it writes plainly; any other text as it is."""
+    if _WHOLE.fullmatch(text):
+        return int(text)
+    return float(text) if _DECIMAL.fullmatch(text) else text
 
 
 def resolve_cells(

@@ -234,7 +234,7 @@ class Verdict(str, Enum):
 
 
 class Why(str, Enum):
-    """The reason of a verdict; the last five are for what the numbers alone do not show."""
+    """The reason of a verdict; the last six are for what the numbers alone do not show."""
 
     EXCLUDES_1 = "interval_excludes_1"
     WITHIN_MARGIN = "within_margin"
@@ -245,6 +245,7 @@ class Why(str, Enum):
     BASELINE = "baseline"
     UNSAFE = "unsafe"
     WRONG_ANSWERS = "wrong_answers"
+    FINDINGS = "findings"
     FAILED_REQUESTS = "failed_requests"
     THROTTLED = "throttled"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 from bench.nearest import choices
@@ -30,6 +30,7 @@ _EXPECTED = {
     "string_too_short": "text",
     "finite_number": "a finite number",
 }
+FAMILY = "family"  # the key that says which kind of model a mapping is
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 
@@ -65,14 +66,22 @@ def describe(
     path, kind, value = _path(detail), detail["type"], detail["input"]
     context = detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return _unknown_key(source, path, sorted(_keys_at(model, path[:-1]) - set(hidden)))
+        valid = _keys_at(model, detail["loc"][:-1]) - set(hidden)
+        return _unknown_key(source, path, sorted(valid))
     if kind == "missing":
         return source.problem(path, "missing key; expected it here")
     if kind == "conflict":
         return source.problem(path, f"{context['text']}; expected {context['expected']}")
+    if kind == "refused":
+        return source.problem(path, context["text"])
     hint = None
-    if kind == "unknown_name":
-        what, expected = "unknown name", choices(value, context["valid"])
+    if kind == "union_tag_invalid":
+        path, value = (*path, FAMILY), _bare(context["tag"])
+        names = [_bare(name.strip("' ")) for name in context["expected_tags"].split(",")]
+        what, expected = "unknown name", choices(value, names)
+    elif kind == "unknown_name":
+        name = context.get("name", value)  # of several in one value, the one that is wrong
+        what, expected = "unknown name", choices(name, context["valid"])
     elif kind == "literal_error":
         names = [name.strip("'") for name in context["expected"].replace(" or ", ", ").split(", ")]
         what, expected = "unknown name", choices(value, names)
@@ -108,7 +117,16 @@ def _misspelt(missing: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
 
 
 def _path(detail: ErrorDetails) -> KeyPath:
-    return tuple(detail["loc"])
+    """Where the value stands in the file; pydantic also says which kind of model was tried."""
+    return tuple(part for part in detail["loc"] if not _is_tag(part))
+
+
+def _is_tag(part: object) -> bool:
+    return isinstance(part, str) and part.startswith("<")
+
+
+def _bare(tag: str) -> str:
+    return tag.strip("<>")
 
 
 def _overlaps(bad_paths: Iterable[KeyPath], path: KeyPath) -> bool:
@@ -127,14 +145,21 @@ def _number_hint(text: str, *, whole: bool) -> str | None:
     return f"YAML reads {text} as text; write {mantissa}e{sign}{exponent}"
 
 
-def _keys_at(model: type[BaseModel], path: KeyPath) -> set[str]:
-    """The keys of the model at `path` within `model`."""
-    for part in path:
-        if isinstance(part, str):
-            inner = _model_in(model.model_fields[part].annotation)
-            assert inner is not None, "an unknown key was reported inside something without keys"
-            model = inner
-    return set(model.model_fields)
+def _keys_at(model: type[BaseModel], loc: Sequence[int | str]) -> set[str]:
+    """The keys of the model at `loc` within `model`."""
+    annotation: Any = model
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        if _is_tag(part):
+            annotation = next(kind for kind in get_args(annotation) if Tag(part) in get_args(kind))
+        else:
+            inner = _model_in(annotation)
+            assert inner is not None, "a key was reported inside something without keys"
+            annotation = inner.model_fields[part].annotation
+    found = _model_in(annotation)
+    assert found is not None, "an unknown key was reported inside something without keys"
+    return set(found.model_fields)
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

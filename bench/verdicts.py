@@ -35,6 +35,8 @@ def _doubt(m: CellMetrics, baseline: CellMetrics) -> Why | None:
     """What the ratio does not show and a verdict must not hide, the gravest first."""
     if m.wrong_requests.value or baseline.wrong_requests.value:
         return Why.WRONG_ANSWERS
+    if m.num_findings or baseline.num_findings:
+        return Why.FINDINGS
     if m.cell.unsafe:
         return Why.UNSAFE
     # Per round: an interrupted run may have one round more of the one than of the other.

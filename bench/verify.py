@@ -1,8 +1,8 @@
 """The dense reference, and the verdict on what an engine emitted.
 
-The reference computes a whole sequence at once: no paging, no sharing, no chunks, full causal
-attention, keys rotated when they are made. It shares the weights and torch's kernels with the
-engine, and none of its attention, cache or batching code.
+The reference computes a whole sequence at once (`bench.dense`): no paging, no sharing, no chunks.
+It shares the weights and torch's kernels with the engine, and none of its attention, cache or
+batching code.
 
 Each emitted token is judged at its own position, given the tokens the engine really had before it,
 so one wrong token is one wrong token. With temperature, the token's score includes the same noise
@@ -16,15 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bench.dense.hybrid import HybridDense
+from bench.dense.qwen3 import Qwen3Dense
 from deepinfer.config import ModelConfig
-from deepinfer.models.weights import LayerWeights, Qwen3Weights
+from deepinfer.models.hybrid.layer_plan import HybridConfig
+from deepinfer.models.hybrid.weights import HybridWeights
+from deepinfer.models.weights import Qwen3Weights
 from deepinfer.sampling import gumbel_noise
 
 MAX_BATCH_TOKENS = 4096
@@ -97,18 +101,31 @@ class _Judged:
 _Key = tuple[bytes, int, float, int]
 
 
+class Dense(Protocol):
+    """A network as the reference needs it."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+
+    def states(self, token_ids: Tensor) -> Tensor:
+        """States [B, N, hidden_size] before the final norm, of int64 `token_ids` [B, N]."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [.., vocab_size] of such states."""
+
+
 class DenseReference:
     """Judges emissions by a dense forward with the engine's weights, on the weights' device."""
 
     def __init__(
         self,
-        weights: Qwen3Weights,
-        config: ModelConfig,
+        weights: Qwen3Weights | HybridWeights,
+        config: ModelConfig | HybridConfig,
         *,
         max_batch_tokens: int = MAX_BATCH_TOKENS,
     ) -> None:
-        self._weights = weights
-        self._config = config
+        self._dense = _dense_of(weights, config)
         self._max_batch_tokens = max_batch_tokens
         self._memo: dict[_Key, _Judged] = {}
 
@@ -139,20 +156,20 @@ class DenseReference:
     @torch.inference_mode()
     def logits(self, token_ids: Tensor) -> Tensor:
         """float32 logits [B, N, vocab_size] of int64 `token_ids` [B, N]."""
-        return self._head(self._hidden(token_ids))
+        return self._dense.head(self._dense.states(token_ids)).float()
 
     @torch.inference_mode()
     def _judge(self, emissions: list[Emission]) -> list[_Judged]:
         """Judge requests of equal length in one forward."""
-        device = self._weights.embedding.device
+        device = self._dense.device
         token_ids = torch.tensor(
             np.array([emission.token_ids for emission in emissions], np.int64), device=device
         )
-        hidden = self._hidden(token_ids[:, :-1])
+        hidden = self._dense.states(token_ids[:, :-1])
         judged = []
         for emission, states, tokens in zip(emissions, hidden, token_ids, strict=True):
             first = emission.num_prompt
-            logits = self._head(states[first - 1 :])
+            logits = self._dense.head(states[first - 1 :]).float()
             chosen = tokens[first:, None]
             logprobs = logits.log_softmax(-1).gather(1, chosen)[:, 0]
             scores = logits
@@ -166,57 +183,14 @@ class DenseReference:
             judged.append(_Judged(gaps.cpu().numpy(), logprobs.cpu().numpy()))
         return judged
 
-    def _hidden(self, token_ids: Tensor) -> Tensor:
-        """Hidden states [B, N, hidden_size] before the final norm."""
-        config = self._config
-        x = self._weights.embedding[token_ids]
-        cos, sin = _rotation(config, token_ids.shape[1], x.device)
-        for layer in self._weights.layers:
-            x = x + self._attention(layer, _rms_norm(x, layer.input_norm, config), cos, sin)
-            gate, up = (_rms_norm(x, layer.post_norm, config) @ layer.gate_up.T).chunk(2, -1)
-            x = x + (F.silu(gate) * up) @ layer.down.T
-        return x
 
-    def _attention(self, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Causal grouped-query attention of whole sequences, [B, N, hidden_size]."""
-        config = self._config
-        num_kv, size = config.num_key_value_heads, config.head_dim
-        split = [config.num_attention_heads * size, num_kv * size, num_kv * size]
-        q, k, v = (
-            part.reshape(*x.shape[:2], -1, size).transpose(1, 2)
-            for part in torch.split(x @ layer.qkv.T, split, dim=-1)
-        )
-        q = _rotate(_rms_norm(q, layer.q_norm, config), cos, sin)
-        k = _rotate(_rms_norm(k, layer.k_norm, config), cos, sin)
-        repeat = config.num_attention_heads // num_kv
-        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out.transpose(1, 2).flatten(2) @ layer.out.T
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        normed = _rms_norm(hidden, self._weights.norm, self._config)
-        return (normed @ self._weights.head.T).float()
-
-
-def _rms_norm(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + config.rms_norm_eps)
-    return (wide * scale).to(x.dtype) * weight
-
-
-def _rotation(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [length, head_dim / 2] of position * theta^(-2i / head_dim)."""
-    pair = torch.arange(config.head_dim // 2, dtype=torch.float32)
-    frequency = 1.0 / config.rope_theta ** (2 * pair / config.head_dim)
-    angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency).to(device)
-    return angle.cos(), angle.sin()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the channel pairs (2i, 2i + 1) of [.., N, head_dim]."""
-    even, odd = x[..., 0::2], x[..., 1::2]
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return rotated.flatten(-2).to(x.dtype)
+def _dense_of(weights: Qwen3Weights | HybridWeights, config: ModelConfig | HybridConfig) -> Dense:
+    """The dense forward of this kind of network."""
+    if isinstance(config, HybridConfig):
+        assert isinstance(weights, HybridWeights)
+        return HybridDense(weights, config)
+    assert isinstance(weights, Qwen3Weights)
+    return Qwen3Dense(weights, config)
 
 
 def _key(emission: Emission) -> _Key:

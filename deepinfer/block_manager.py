@@ -334,6 +334,8 @@ class BlockManager:
         return counts.tobytes() == self._ones[: len(counts)].tobytes()
 
     def _all_different(self, index: Rows) -> bool:
+        if len(index) > self.num_blocks:  # then some id is there twice
+            return False
         order = self._order[: len(index)]
         self._stamps[index] = order  # of equal ids only the last keeps its stamp
         return self._stamps.take(index).tobytes() == order.tobytes()

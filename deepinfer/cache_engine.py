@@ -18,7 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deepinfer.checks.row_tags import RowTags
 from deepinfer.config import ModelConfig
+from deepinfer.device.base import Device
+from deepinfer.errors import UserError
 
 
 def bytes_per_block(config: ModelConfig, block_size: int) -> int:
@@ -28,6 +31,41 @@ def bytes_per_block(config: ModelConfig, block_size: int) -> int:
     return 2 * config.num_hidden_layers * block_size * row
 
 
+def free_bytes(device: Device) -> int | None:
+    """What a pool could still be made of, torch's unused memory included; None if unknown."""
+    memory = device.memory()
+    if memory.free_bytes is None:
+        return None
+    return memory.free_bytes + (memory.reserved_bytes or 0) - (memory.allocated_bytes or 0)
+
+
+def check_pool_fits(config: ModelConfig, num_blocks: int, block_size: int, device: Device) -> None:
+    """Raise UserError, with both numbers, if the pool needs more bytes than the device has free.
+
+    Asked for beforehand: Linux grants the CPU memory it has not got, and ends the process that
+    uses it.
+    """
+    free = free_bytes(device)
+    if free is None:
+        return
+    one = bytes_per_block(config, block_size)
+    if num_blocks * one > free:
+        raise UserError(
+            f"{_out_of_memory(num_blocks, block_size, num_blocks * one)}, "
+            f"{gib(free)} free on device {device.name!r}",
+            hint=f"num_blocks can be {free // one} at most with this block_size; or less of both",
+        )
+
+
+def _out_of_memory(num_blocks: int, block_size: int, num_bytes: int) -> str:
+    return f"out of memory for {num_blocks} blocks of {block_size} tokens: {gib(num_bytes)} needed"
+
+
+def gib(num_bytes: int) -> str:
+    """Bytes, for people."""
+    return f"{num_bytes} bytes ({num_bytes / 2**30:.3g} GiB)"
+
+
 class KVCache:
     """The paged K and V of every layer.
 
@@ -35,20 +73,34 @@ class KVCache:
         num_blocks: blocks in the pool, block 0 included.
         block_size: token positions per block.
         bytes_per_block: bytes of one block over all layers.
+        tags: one beside each row, if they were asked for.
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, torch_device: torch.device
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        torch_device: torch.device,
+        *,
+        tags: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.bytes_per_block = bytes_per_block(config, block_size)
         heads, head_dim = config.num_key_value_heads, config.head_dim
-        self._pool = torch.zeros(
-            (config.num_hidden_layers, 2, num_blocks, block_size, heads, head_dim),
-            dtype=getattr(torch, config.dtype),
-            device=torch_device,
-        )
+        try:
+            self._pool = torch.zeros(
+                (config.num_hidden_layers, 2, num_blocks, block_size, heads, head_dim),
+                dtype=getattr(torch, config.dtype),
+                device=torch_device,
+            )
+        except (MemoryError, RuntimeError) as error:  # the CPU allocator has no type of its own
+            what = _out_of_memory(num_blocks, block_size, num_blocks * self.bytes_per_block)
+            raise UserError(
+                f"{what}: {str(error).splitlines()[0]}", hint="less of num_blocks or block_size"
+            ) from error
+        self.tags = RowTags(num_blocks, block_size, torch_device) if tags else None
         planes = config.num_hidden_layers * 2
         self._blocks = self._pool.view(planes * num_blocks, block_size * heads * head_dim)
         self._plane_starts = torch.arange(planes, device=torch_device)[:, None] * num_blocks
@@ -96,3 +148,5 @@ class KVCache:
         rows = pairs.long()[None] + self._plane_starts[:, :, None]  # [planes, C, 2]
         sources, destinations = rows[..., 0].reshape(-1), rows[..., 1].reshape(-1)
         self._blocks.index_copy_(0, destinations, self._blocks.index_select(0, sources))
+        if self.tags is not None:
+            self.tags.copy_blocks(pairs)

@@ -17,6 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Far below it logits / temperature leave the range of float32 and probabilities become NaN, and a
 # thousandth is as good as greedy already.
 MIN_TEMPERATURE = 1e-3
+MAX_TIMEOUT_S = 1e6  # eleven days; the clocks that count it down end at some larger number
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,9 @@ class EngineConfig:
         preemption: which running request gives way, a name in `deepinfer.scheduler.PREEMPTION`.
         fork_tail_copy: `always` copies the last block of a fork even if it is full (the engine of
             the book), `partial` only if rows will be written into it.
+        checks: `off`, or checkers (`deepinfer.names.CHECKS`) joined by `+`.
+        timeout_s: longest the host waits for a step's result, or for a fence, in seconds; 0 = no
+            limit.
         seed: of the `shuffled` free order.
     """
 
@@ -53,14 +57,18 @@ class EngineConfig:
     admission: str = "prompt"
     preemption: str = "newest"
     fork_tail_copy: str = "always"
+    checks: str = "off"
+    timeout_s: float = 300.0
     seed: int = 0
 
     def check(self) -> None:
-        """Raise UserError, naming the key, for a size that is no integer or out of range."""
+        """Raise UserError, naming the key, for a number that is of another type or out of range."""
         for key in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             check_int(key, getattr(self, key), 1)
         check_int("num_blocks", self.num_blocks, 2)
         check_int("seed", self.seed, 0)
+        if not is_number(self.timeout_s) or not 0 <= self.timeout_s <= MAX_TIMEOUT_S:
+            raise UserError(f"timeout_s: {self.timeout_s!r}; expected 0 to {MAX_TIMEOUT_S:g}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise UserError(
                 f"max_num_batched_tokens: {self.max_num_batched_tokens} is less than "

@@ -14,25 +14,42 @@ Invariant: at most one step is in flight; when no request is left nothing is wit
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from deepinfer.block_manager import BlockManager, Verdict
-from deepinfer.config import EngineConfig, ModelConfig
+from deepinfer.block_manager import BlockIds, BlockManager, Verdict
+from deepinfer.cache_engine import KVCache
+from deepinfer.checks.findings import Findings
+from deepinfer.checks.suite import Checks
+from deepinfer.config import EngineConfig
 from deepinfer.device import Device, Event, open_device
-from deepinfer.errors import DeepInferError, UserError, check_name
-from deepinfer.models.weights import Qwen3Weights, load_weights
+from deepinfer.device.base import Failure
+from deepinfer.errors import (
+    DeepInferError,
+    DeviceTimeoutError,
+    UserError,
+    check_name,
+    listed,
+)
+from deepinfer.hybrid_runner import HybridRunner
+from deepinfer.model_runner import ModelRunner
+from deepinfer.models.hybrid.cache import HybridCache
 from deepinfer.names import FENCES
+from deepinfer.observer import Observer
 from deepinfer.outputs import RequestOutput, StepMoments, StepOutput, StepStats
-from deepinfer.plan import Int32, StepPlan
+from deepinfer.plan import Int32, StepPlan, StepResult
 from deepinfer.release import Fence, ReleaseQueue
+from deepinfer.runners import Model, Weights, check_fits, load_model, make_runner
 from deepinfer.scheduler import Scheduler
 from deepinfer.sequence import SamplingParams
-from deepinfer.worker import InFlightStep, Worker
+from deepinfer.stopping import stops_with_device
+from deepinfer.worker import InFlightStep, Runner, Worker
+
+FORK_SOURCE = "fork source"
 
 
 class _Counts(NamedTuple):
@@ -79,43 +96,86 @@ class LLMEngine:
         device: a name for `open_device`, or an open device (which stays the caller's to close).
         weights: loaded weights to share between engines; loaded from `model` otherwise.
         block_manager: the class of the block pool.
+        observers: told of all that happens to blocks and on the device; see `deepinfer.observer`.
+        runner: what a step computes; by default the network of `model`.
+
+    Attributes:
+        failure: why the engine takes no more calls; None while all is well. A device that fails, or
+            does not answer within `config.timeout_s`, stops it for good.
 
     Use as a context manager, or call `close()`.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
+        model: Model,
         config: EngineConfig,
         *,
         device: Device | str = "cpu",
-        weights: Qwen3Weights | None = None,
+        weights: Weights | None = None,
         block_manager: type[BlockManager] = BlockManager,
+        observers: Sequence[Observer] = (),
+        runner: Runner | None = None,
     ) -> None:
         check_name("fence", config.fence, FENCES)
         self.model, self.config = model, config
-        self.blocks = block_manager(
-            config.num_blocks,
-            free_order=config.free_order,
-            discipline=config.discipline,
-            seed=config.seed,
-        )
-        self.release = ReleaseQueue(self.blocks, config.release)
-        self.scheduler = Scheduler(config, self.blocks, self.release)
-        self._owns_device = isinstance(device, str)
+        self.failure: Failure | None = None
         self._submitted: _Submitted | None = None
+        self._timeout_s = config.timeout_s or None
+        self._owns_device = isinstance(device, str)
         self.device = open_device(device) if isinstance(device, str) else device
         try:
-            if weights is None:
-                weights = self.device.run(lambda: load_weights(model, self.device))
-            self.worker = Worker(model, config, weights, self.device)
+            if runner is None:  # before the host's own lists, which grow with the pool
+                check_fits(model, config, self.device)
+            self._set_up_host(block_manager, observers)
+            self.device = self._checks.watch_device(self.device)
+            self.worker = Worker(runner or self._load(weights), self.device, config.block_size)
             self.device.synchronize()  # the pool was made on no stream of ours
         except BaseException:
             self.close()  # nobody else can: there is no engine to close
             raise
 
+    def _set_up_host(
+        self, block_manager: type[BlockManager], observers: Sequence[Observer]
+    ) -> None:
+        config = self.config
+        self._checks = checks = Checks(config.checks, config.block_size, observers)
+        self.blocks = checks.watch_blocks(
+            block_manager(
+                config.num_blocks,
+                free_order=config.free_order,
+                discipline=config.discipline,
+                seed=config.seed,
+            )
+        )
+        self.release = ReleaseQueue(
+            self.blocks, config.release, observer=checks.observer, timeout_s=self._timeout_s
+        )
+        self.scheduler = Scheduler(config, self.blocks, self.release, tags=checks.tags)
+        checks.bind(self.scheduler)
+
+    @property
+    def cache(self) -> KVCache | HybridCache:
+        """What the network keeps of its tokens; there is none behind another runner."""
+        runner = self.worker.runner
+        assert isinstance(runner, ModelRunner | HybridRunner), "made with a runner of its own"
+        return runner.cache
+
+    @property
+    def findings(self) -> Findings:
+        """What the checkers of `config.checks` have found so far."""
+        return self._checks.findings
+
+    def add_holder(self, holder: Callable[[], Iterable[BlockIds]]) -> None:
+        """Tell the checkers of a client that holds blocks beside the engine's requests.
+
+        `holder` gives the blocks it holds at the moment, one list for each of its tables.
+        """
+        self._checks.add_holder(holder)
+
     # -- requests --------------------------------------------------------------------------------
 
+    @stops_with_device
     def add_request(
         self, request_id: str, prompt_token_ids: ArrayLike, sampling: SamplingParams
     ) -> Verdict:
@@ -130,6 +190,7 @@ class LLMEngine:
         """
         return self.scheduler.add(request_id, self._tokens(prompt_token_ids), sampling)
 
+    @stops_with_device
     def fork(
         self,
         parent_id: str,
@@ -155,6 +216,7 @@ class LLMEngine:
             num_shared_tokens=num_shared_tokens,
         )
 
+    @stops_with_device
     def abort(self, request_id: str, reason: str = "abort") -> RequestOutput:
         """End a live request now, also while a step is in flight.
 
@@ -164,6 +226,7 @@ class LLMEngine:
         seq = self.scheduler.abort(request_id)
         if self._submitted is None:
             self._flush_if_idle()
+        self._checks.settled(self.scheduler.num_steps)
         return RequestOutput.of(seq, reason)
 
     def has_unfinished(self) -> bool:
@@ -176,6 +239,7 @@ class LLMEngine:
         """Run one step; None if there was nothing to run."""
         return self.collect() if self.submit() else None
 
+    @stops_with_device
     def submit(self) -> bool:
         """Plan a step and queue it on the device; False if there is nothing to run."""
         if self._submitted is not None:
@@ -185,6 +249,7 @@ class LLMEngine:
         planned = self._reading()
         if plan is None:
             return False
+        self._checks.planned(plan)
         for fence in self.scheduler.take_waits():
             self._hold_streams(fence)
         self.worker.submit_copies(plan)
@@ -204,23 +269,27 @@ class LLMEngine:
             counts,
             [seq.request_id for seq in self.scheduler.started],
         )
+        self._checks.settled(plan.step)
         return True
 
+    @stops_with_device
     def collect(self) -> StepOutput:
         """Wait for the step in flight, commit its result and say what it brought."""
         if self._submitted is None:
             raise DeepInferError("no step is in flight; submit() comes first")
         step, self._submitted = self._submitted, None
         start = time.perf_counter_ns()
-        result = step.flight.collect()
+        result = self._result(step)
         arrived = time.perf_counter_ns()
         step.fence.passed = True
         self.release.collected(step.plan.step)
         for event in step.copy_events:
             self.device.recycle(event)
         collected = self._reading()
+        self._checks.tagged(step.plan, result)
         commit = self.scheduler.commit(step.plan, result)
         self._flush_if_idle()
+        self._checks.settled(step.plan.step)
         stats = self._stats(step, start, arrived, collected)
         step.flight.recycle()
         return StepOutput(
@@ -274,6 +343,11 @@ class LLMEngine:
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _load(self, weights: Weights | None) -> Runner:
+        if weights is None:
+            weights = self.device.run(lambda: load_model(self.model, self.device))
+        return make_runner(self.model, self.config, weights, self.device, tags=self._checks.tags)
+
     def _add_or_refuse(self, request_id: str, prompt: Int32, sampling: SamplingParams) -> None:
         if self.add_request(request_id, prompt, sampling) is Verdict.NEVER:
             raise UserError(
@@ -286,6 +360,18 @@ class LLMEngine:
         """Without requests there is no step whose release point would lift the last fences."""
         if not self.scheduler.num_running and not self.scheduler.num_waiting:
             self.release.flush()
+
+    def _result(self, step: _Submitted) -> StepResult:
+        try:
+            return step.flight.collect(self._timeout_s)
+        except DeviceTimeoutError as error:
+            tables = step.plan.block_tables
+            ids = listed(np.unique(tables[tables > 0]).tolist())
+            names = listed(repr(seq.request_id) for seq in self.scheduler.running)
+            raise DeviceTimeoutError(
+                f"step {step.plan.step} has no result: it may still touch blocks {ids}, those held "
+                f"by {names or 'no request any more'}; {error}"
+            ) from error
 
     def _reading(self) -> _Reading:
         return _Reading(time.perf_counter_ns(), self.release.counters.wait_ns)
@@ -321,12 +407,12 @@ class LLMEngine:
 
         if plan.copy_sources and self.config.fence == "step":
             shared = fence()
-            for sources in plan.copy_sources:
-                self.release.give_up(sources, shared)
+            for sources, owner in zip(plan.copy_sources, plan.source_owners, strict=True):
+                self.release.give_up(sources, shared, owner=owner, path=FORK_SOURCE)
         elif plan.copy_sources:
-            for sources in plan.copy_sources:
+            for sources, owner in zip(plan.copy_sources, plan.source_owners, strict=True):
                 for block_id in self.blocks.in_free_order(sources):
-                    self.release.give_up([int(block_id)], fence())
+                    self.release.give_up([int(block_id)], fence(), owner=owner, path=FORK_SOURCE)
         return events
 
     def _hold_streams(self, fence: Fence) -> None:

@@ -43,6 +43,10 @@ class DeviceError(DeepInferError):
     """Work on a device failed: names the operation, the stream and the cause."""
 
 
+class DeviceTimeoutError(DeviceError):
+    """Work on a device did not end in the time it was given; it may still be running."""
+
+
 def check_name(what: str, name: str, valid: Iterable[str]) -> None:
     """Raise a UserError that names the nearest valid name unless `name` is one of `valid`."""
     names = list(valid)
@@ -66,6 +70,13 @@ def is_int(value: object) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[float]:
     """Whether `value` is a real number of Python or numpy, and no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def listed(items: Iterable[object], most: int = 4) -> str:
+    """`1, 2, 3, 4, ... (12 in all)`: the first few, and how many there are if not all are shown."""
+    shown = list(map(str, items))
+    more = f", ... ({len(shown)} in all)" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more
 
 
 def nearest_hint(name: str, valid: Iterable[str]) -> str:

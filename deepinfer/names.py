@@ -43,6 +43,12 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "always": "the block with the last computed row is copied even if it is full",
         "partial": "the last block is copied only if rows will be written into it",
     },
+    "checks": {
+        "off": "nothing is checked while the engine runs",
+        "tags": "each KV row a step reads carries the tag of the tokens that belong there",
+        "order": "accesses of one block by two operations are ordered by streams, events and waits",
+        "conservation": "owners, fences and free blocks add up, and tables cover what is written",
+    },
     "device": {
         "cpu": "torch on the CPU, a worker thread per stream",
         "cpu-stepped": "torch on the CPU without threads: deterministic, runs when waited for",
@@ -58,6 +64,7 @@ TITLES: dict[str, str] = {
     "admission": "admission: what a request reserves before it runs",
     "preemption": "preemption: which running request gives its blocks back",
     "fork_tail_copy": "fork tail copy: what a fork does with the parent's last block",
+    "checks": "checks: what watches the engine while it runs (several joined by +)",
     "device": "device",
 }
 
@@ -69,4 +76,5 @@ FENCES = tuple(DESCRIPTIONS["fence"])
 ADMISSIONS = tuple(DESCRIPTIONS["admission"])
 PREEMPTIONS = tuple(DESCRIPTIONS["preemption"])
 FORK_TAIL_COPIES = tuple(DESCRIPTIONS["fork_tail_copy"])
+CHECKS = tuple(name for name in DESCRIPTIONS["checks"] if name != "off")
 DEVICES = tuple(DESCRIPTIONS["device"])

@@ -13,7 +13,7 @@ sequences sampling, C block copies:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,14 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Rows = NDArray[np.intp]  # indices into a sequence table; never sent to the device
 Float32 = NDArray[np.float32]
+
+
+def _no_states() -> Int32:
+    return np.empty(0, np.int32)
+
+
+def _no_state_copies() -> Int32:
+    return np.empty((0, 2), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,11 @@ class StepPlan:
         block_copies: int32 [C, 2], (source, destination) block ids, copied before the forward.
         copy_sources: per fork of this step the block ids it gives up, int32 [R]: the source of its
             tail copy, and blocks released without a copy. Owned until the engine gives them up.
+        source_owners: the request that gives up each of `copy_sources`.
+        tags: int64 [S, longest context], the tag of each row a sequence must see, 0 behind its
+            context (`deepinfer.checks.prefix_tags`); None where rows are not tagged.
+        state_ids: int32 [S], the state slot of each sequence; empty for a model without state.
+        state_copies: int32 [C', 2], (source, destination) state slots, copied before the forward.
     """
 
     step: int
@@ -64,6 +77,10 @@ class StepPlan:
     sample_positions: Int32
     block_copies: Int32
     copy_sources: tuple[Int32, ...]
+    source_owners: tuple[str, ...]
+    tags: Int64 | None = None
+    state_ids: Int32 = field(default_factory=_no_states)
+    state_copies: Int32 = field(default_factory=_no_state_copies)
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +94,22 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class WrongRows:
+    """Rows a step read that carried another tag than the plan's.
+
+    Attributes:
+        count: row reads, padding included; a row that n sequences share counts for each.
+        seqs, positions: int32 [K], the first of them: indices into the S sequences, and where.
+        found: int64 [K], the tags they carried.
+    """
+
+    count: int
+    seqs: Int32
+    positions: Int32
+    found: Int64
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What the device found.
 
@@ -85,8 +118,10 @@ class StepResult:
         token_ids: int32 [M], one per entry of the plan's `sample_seq`.
         logprobs: float32 [M], natural log-probability of each token under the model's softmax
             (temperature 1, before the sampling noise).
+        tags: what was wrong with the rows it read; None where rows are not tagged.
     """
 
     step: int
     token_ids: Int32
     logprobs: Float32
+    tags: WrongRows | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from deepinfer.checks.prefix_tags import PrefixTags
 from deepinfer.plan import Float32, Int32, Int64, Rows, StepPlan
 from deepinfer.sequence import RowCounters, SequenceTable
 
@@ -36,10 +37,11 @@ def split_budget(uncomputed: Int32, budget: int) -> Int32:
 
 
 class PlanBuilder:
-    """Lays out plans over one sequence table."""
+    """Lays out plans over one sequence table, with the tags of their rows if there are `tags`."""
 
-    def __init__(self, seqs: SequenceTable) -> None:
+    def __init__(self, seqs: SequenceTable, tags: PrefixTags | None = None) -> None:
         self._seqs = seqs
+        self._tags = tags
         self._rows: Rows | None = None  # whose settings and tables are laid out below
         self._temperature: Float32 = np.empty(0, np.float32)
         self._seeds: Int64 = np.empty(0, np.int64)
@@ -55,6 +57,7 @@ class PlanBuilder:
         num_scheduled: Int32,
         copies: list[tuple[int, int]],
         copy_sources: list[Int32],
+        source_owners: list[str],
     ) -> StepPlan:
         """One step over `rows`, intp [S], with their `counters` as they are now.
 
@@ -78,6 +81,7 @@ class PlanBuilder:
         samples = context_lens == counters.num_tokens
         all_sample = np.count_nonzero(samples) == num_seqs
         sample_seq = self._indices[:-1] if all_sample else samples.nonzero()[0].astype(np.int32)
+        tags = self._tags
         return StepPlan(
             step=step,
             rows=rows,
@@ -95,6 +99,8 @@ class PlanBuilder:
             sample_positions=context_lens if all_sample else context_lens[sample_seq],
             block_copies=np.array(copies, np.int32) if copies else NO_COPIES,
             copy_sources=tuple(copy_sources),
+            source_owners=tuple(source_owners),
+            tags=None if tags is None else tags.up_to(rows, counters.epochs, context_lens),
         )
 
     def _slots(self, table_starts: Rows, positions: Int32) -> Int64:

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from deepinfer.block_manager import BlockIds, BlockManager
-from deepinfer.errors import check_name
+from deepinfer.errors import DeviceTimeoutError, check_name, listed
+from deepinfer.observer import Observer
 
 
 class FenceEvent(Protocol):
@@ -35,7 +36,7 @@ class FenceEvent(Protocol):
 
     def query(self) -> bool: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self, timeout_s: float | None = None) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -56,11 +57,11 @@ class Fence:
             self.passed = self.event.query()
         return self.passed
 
-    def wait(self) -> None:
-        """Block the host until the point has passed."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block the host until the point has passed. Raises what the event's wait raises."""
         if not self.passed:
             assert self.event is not None, "a fence without an event passes by `collected` only"
-            self.event.synchronize()
+            self.event.synchronize(timeout_s)
             self.passed = True
 
 
@@ -177,6 +178,7 @@ POLICIES: dict[str, ReleasePolicy] = {
 class _Entry:
     ids: BlockIds
     fence: Fence
+    owner: str
 
 
 class ReleaseQueue:
@@ -186,6 +188,8 @@ class ReleaseQueue:
         blocks: the pool.
         policy: a name in `POLICIES`.
         clock: nanoseconds, monotonic; for the withheld integral and the waits.
+        observer: told of every release and every moment at which the policy may act.
+        timeout_s: longest wait for one fence, in seconds; None = no limit.
     """
 
     def __init__(
@@ -193,12 +197,18 @@ class ReleaseQueue:
         blocks: BlockManager,
         policy: str,
         clock: Callable[[], int] = time.perf_counter_ns,
+        *,
+        observer: Observer | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         check_name("release", policy, POLICIES)
         self.blocks = blocks
+        self.observer = observer
         self.policy = POLICIES[policy]
         self.counters = ReleaseCounters()
         self._clock = clock
+        self._timeout_s = timeout_s
+        self._owner = ""  # of the table that is being given up
         self._entries: deque[_Entry] = deque()
         self._tags: dict[int, list[Fence]] = {}
         self._since_ns = clock()
@@ -208,16 +218,27 @@ class ReleaseQueue:
         """Releases still waiting for their fence."""
         return len(self._entries)
 
+    def fenced(self) -> list[tuple[BlockIds, Fence]]:
+        """Every release still waiting, oldest first: its ids, one fence on each, and the fence."""
+        return [(entry.ids, entry.fence) for entry in self._entries]
+
     # -- what the engine calls -------------------------------------------------------------------
 
-    def give_up(self, table: BlockIds, fence: Fence | None = None) -> None:
+    def give_up(
+        self, table: BlockIds, fence: Fence | None = None, *, owner: str = "", path: str = ""
+    ) -> None:
         """Drop one owner of each block of one table.
 
-        `fence` is the last submitted work that may touch them, already recorded; None if there is
-        none in flight.
+        Args:
+            fence: the last submitted work that may touch them, already recorded; None if there is
+                none in flight.
+            owner, path: who gives them up, and why; see `Observer.giving_up`.
         """
         if not len(table):
             return
+        self._owner = owner
+        if self.observer is not None:
+            self.observer.giving_up(table, fence.step if fence else None, owner, path)
         if fence is None or fence.passed:
             self._account()  # a block that an older fence still keeps becomes withheld here
             self.blocks.release(table)
@@ -227,10 +248,14 @@ class ReleaseQueue:
 
     def release_point(self) -> None:
         """The pre-sampler point: forward and sampling of this step are queued."""
+        if self.observer is not None:
+            self.observer.release_point()
         self.policy.release_point(self)
 
     def collected(self, step: int) -> None:
         """The result of `step` has reached the host: every fence up to it has passed."""
+        if self.observer is not None:
+            self.observer.collected(step)
         for entry in self._entries:
             entry.fence.passed = entry.fence.passed or entry.fence.step <= step
         if self._tags:
@@ -270,7 +295,8 @@ class ReleaseQueue:
     def withhold(self, table: BlockIds, fence: Fence) -> None:
         """Drop the owners now, keep the blocks from the free list until the fence is lifted."""
         self._account()
-        self._entries.append(_Entry(self.blocks.release(table, fenced=True), fence))
+        ids = self.blocks.release(table, fenced=True)
+        self._entries.append(_Entry(ids, fence, self._owner))
         self._note_peak()
 
     def tag(self, ids: BlockIds, fence: Fence) -> None:
@@ -284,16 +310,22 @@ class ReleaseQueue:
                 fences.append(fence)
 
     def flush(self) -> None:
-        """Wait for every fence and free what it kept; also called when the engine goes idle."""
+        """Wait for every fence and free what it kept; also called when the engine goes idle.
+
+        Raises DeviceTimeoutError, with fence, blocks and owners, if one takes too long; all that
+        was withheld still is.
+        """
         if not self._entries:
             return
         for entry in self._entries:
             if not entry.fence.passed:
                 start = self._clock()
-                entry.fence.wait()
+                self._wait(entry.fence)
                 self.counters.wait_ns += self._clock() - start
                 self.counters.num_waits += 1
         self.lift_passed()
+        if self.observer is not None:
+            self.observer.flushed()
 
     def lift_passed(self) -> None:
         """Free what passed fences kept, oldest first, stopping at the first that has not passed."""
@@ -302,6 +334,18 @@ class ReleaseQueue:
         self._account()
         while self._entries and self._entries[0].fence.query():
             self.blocks.lift(self._entries.popleft().ids)
+
+    def _wait(self, fence: Fence) -> None:
+        try:
+            fence.wait(self._timeout_s)
+        except DeviceTimeoutError as error:
+            kept = [entry for entry in self._entries if entry.fence is fence]
+            ids = listed(dict.fromkeys(int(i) for entry in kept for i in entry.ids))
+            owners = listed(dict.fromkeys(repr(entry.owner) for entry in kept))
+            raise DeviceTimeoutError(
+                f"the fence of step {fence.step} has not passed: it keeps blocks {ids} that "
+                f"{owners} gave up; {error}"
+            ) from error
 
     def _note_peak(self) -> None:
         self.counters.withheld_peak = max(self.counters.withheld_peak, self.blocks.num_withheld)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.block_manager import BlockManager, Verdict
+from deepinfer.checks.prefix_tags import PrefixTags
 from deepinfer.config import EngineConfig
 from deepinfer.errors import UnknownRequestError, UserError, check_name, is_int
 from deepinfer.fork import ForkSplit, split_fork, take_fork_blocks
@@ -58,9 +59,20 @@ class Commit:
 
 
 class Scheduler:
-    """Queues, tables and the two decisions of a step."""
+    """Queues, tables and the two decisions of a step.
 
-    def __init__(self, config: EngineConfig, blocks: BlockManager, release: ReleaseQueue) -> None:
+    Attributes:
+        prefix_tags: what every KV row must be tagged with; None without `tags`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: BlockManager,
+        release: ReleaseQueue,
+        *,
+        tags: bool = False,
+    ) -> None:
         check_name("admission", config.admission, ADMISSION)
         check_name("preemption", config.preemption, PREEMPTION)
         check_name("fork_tail_copy", config.fork_tail_copy, FORK_TAIL_COPIES)
@@ -68,12 +80,14 @@ class Scheduler:
         self.config = config
         self.blocks = blocks
         self.release = release
+        self._observer = release.observer
         self.seqs = SequenceTable(config.max_num_seqs, config.max_model_len, config.block_size)
         self.counters = SchedulerCounters()
         self.in_flight: Fence | None = None
         self._waiting: list[Sequence] = []  # by arrival
         self._running: Rows = NO_ROWS  # by admission; a new array for every new set of rows
-        self._plans = PlanBuilder(self.seqs)
+        self.prefix_tags = PrefixTags(self.seqs, config.max_model_len, self.names) if tags else None
+        self._plans = PlanBuilder(self.seqs, self.prefix_tags)
         self._num_pinned_forks = 0  # waiting forks that hold pins
         self._by_row = np.full(config.max_num_seqs, None, object)  # of Sequence | None
         self._by_id: dict[str, Sequence] = {}
@@ -81,6 +95,7 @@ class Scheduler:
         self._num_steps = 0
         self._copies: list[tuple[int, int]] = []
         self._copy_sources: list[Int32] = []
+        self._source_owners: list[str] = []
         self._waits: list[Fence] = []
         self.started: list[Sequence] = []  # admitted by the last schedule()
 
@@ -90,6 +105,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that have no row."""
         return len(self._waiting)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps planned so far."""
+        return self._num_steps
 
     @property
     def num_running(self) -> int:
@@ -105,6 +125,10 @@ class Scheduler:
     def waiting(self) -> list[Sequence]:
         """The requests without a row, by arrival."""
         return self._waiting[:]
+
+    def names(self, rows: Rows) -> NDArray[np.object_]:
+        """The request ids of running `rows`, object [n]."""
+        return np.array([self._at(row).request_id for row in rows.tolist()], object)
 
     def find(self, request_id: str) -> Sequence:
         """The live request of this id."""
@@ -160,6 +184,8 @@ class Scheduler:
         verdict = self._enqueue(seq)
         if verdict is not Verdict.NEVER:
             self.blocks.pin(seq.forked_table)
+            if self._observer is not None:
+                self._observer.forked(request_id, parent_id, seq.forked_table)
             self._num_pinned_forks += num_pinned > 0
         return verdict
 
@@ -170,7 +196,7 @@ class Scheduler:
             self._waiting.remove(seq)
             self._unpin(seq)
         else:
-            self._give_up_row(seq)
+            self._give_up_row(seq, "abort")
         del self._by_id[request_id]
         self.counters.num_aborted += 1
         return seq
@@ -179,7 +205,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if nothing can run."""
-        self._copies, self._copy_sources, self._waits, self.started = [], [], [], []
+        self._copies, self._copy_sources, self._source_owners = [], [], []
+        self._waits, self.started = [], []
         preemptions = self.counters.num_preemptions
         rows, counters = self._fit_running()
         scheduled = split_budget(
@@ -203,7 +230,13 @@ class Scheduler:
         self._num_steps += 1
         self.counters.num_block_copies += len(self._copies)
         return self._plans.build(
-            self._num_steps, rows, counters, scheduled, self._copies, self._copy_sources
+            self._num_steps,
+            rows,
+            counters,
+            scheduled,
+            self._copies,
+            self._copy_sources,
+            self._source_owners,
         )
 
     def submitted(self, plan: StepPlan, fence: Fence) -> None:
@@ -247,7 +280,7 @@ class Scheduler:
         finished = []
         for index in ended.tolist():
             seq = sequences[index]
-            self._give_up_row(seq)
+            self._give_up_row(seq, "finish")
             del self._by_id[seq.request_id]
             finished.append((seq, "stop" if stopped[index] else "length"))
         return Commit(sequences, token_ids, logprobs, finished)
@@ -264,12 +297,13 @@ class Scheduler:
         for index in np.flatnonzero(change < 0).tolist():
             row = int(rows[index])
             surplus = seqs.shrink(row, int(counters.num_blocks[index] + change[index]))
-            self.release.give_up(surplus, self.in_flight)
+            owner = self._at(row).request_id
+            self.release.give_up(surplus, self.in_flight, owner=owner, path="shrink")
         growing = change > 0
         counts = change[growing]
         total = int(counts.sum())
         if self.release.make_room(total):
-            seqs.grow(rows[growing], counts, self._allocate(total))
+            self._grow(rows[growing], counts)
         else:
             rows = self._grow_one_by_one(rows[growing], counts)
         return rows, seqs.gather(rows)
@@ -290,8 +324,17 @@ class Scheduler:
             else:
                 if seq.row == row:
                     one_row, one_count = np.array([row]), np.array([count], np.int32)
-                    self.seqs.grow(one_row, one_count, self._allocate(count))
+                    self._grow(one_row, one_count)
         return self._running[~np.isin(self._running, held_back)] if held_back else self._running
+
+    def _grow(self, rows: Rows, counts: Int32) -> None:
+        """Append new blocks to the tables, `counts[i]` of them to `rows[i]`."""
+        ids = self._allocate(int(counts.sum()))
+        self.seqs.grow(rows, counts, ids)
+        if self._observer is not None and len(rows):  # of nothing, split makes one part
+            parts = np.split(ids, np.cumsum(counts)[:-1])
+            for row, part in zip(rows.tolist(), parts, strict=True):
+                self._observer.took(self._at(row).request_id, part, "append")
 
     def _take_back(self, needy_row: int) -> None:
         """Make one holder of blocks give way: the policy's victim, or a waiting fork's pins."""
@@ -301,7 +344,7 @@ class Scheduler:
         seq = self._at(victim)
         self.counters.num_preemptions += 1
         self.counters.num_recomputed_tokens += int(self.seqs.num_computed_tokens[victim])
-        self._give_up_row(seq)
+        self._give_up_row(seq, "preempt")
         seq.num_preemptions += 1
         self._enqueue_in_order(seq)
 
@@ -321,13 +364,21 @@ class Scheduler:
                 if self.release.make_room(1):
                     new = int(self._allocate(1)[0])
                     seqs.replace_block(int(rows[index]), int(columns[index]), new)
-                    self._copies.append((source, new))
-                    self._copy_sources.append(np.array([source], np.int32))
+                    self._note_copy(int(rows[index]), source, new)
                     break
                 if self.blocks.num_withheld or not self._unfork_newest():
                     stuck[index] = True
                     self.counters.num_held_back += 1
         return stuck
+
+    def _note_copy(self, row: int, source: int, new: int) -> None:
+        """A row owns `new` instead of `source`, which is to be copied into it."""
+        owner = self._at(row).request_id
+        self._copies.append((source, new))
+        self._copy_sources.append(np.array([source], np.int32))
+        self._source_owners.append(owner)
+        if self._observer is not None:
+            self._observer.took(owner, [new], "copy-on-write")
 
     def _is_shared(self, block_id: int) -> bool:
         """Whether others own the block, apart from those of this step who only await their copy."""
@@ -369,6 +420,13 @@ class Scheduler:
         self._copies += forked.copies
         if len(forked.sources):
             self._copy_sources.append(forked.sources)
+            self._source_owners.append(seq.request_id)
+        if self._observer is not None:
+            new, path = (
+                forked.table[len(split.shared) :],
+                "fork" if len(seq.forked_table) else "admit",
+            )
+            self._observer.took(seq.request_id, new, path)
         keeps_reserve = self.config.admission == "lifetime"
         row = self.seqs.add(seq, forked.table, reserved if keeps_reserve else 0)
         self._num_pinned_forks -= len(seq.forked_table) > 0
@@ -436,11 +494,14 @@ class Scheduler:
 
     def _unpin(self, seq: Sequence) -> None:
         self._num_pinned_forks -= len(seq.forked_table) > 0
-        self.release.give_up(seq.forked_table, self.in_flight)
+        self.release.give_up(seq.forked_table, self.in_flight, owner=seq.request_id, path="unpin")
         seq.forked_table, seq.num_computed_tokens = NO_BLOCKS, 0
 
-    def _give_up_row(self, seq: Sequence) -> None:
+    def _give_up_row(self, seq: Sequence, path: str) -> None:
         row = seq.row
         self._running = self._running[self._running != row]
         self._by_row[row] = None
-        self.release.give_up(self.seqs.remove(seq), self.in_flight)
+        if self.prefix_tags is not None:
+            self.prefix_tags.ended(row, seq.request_id)
+        table = self.seqs.remove(seq)
+        self.release.give_up(table, self.in_flight, owner=seq.request_id, path=path)

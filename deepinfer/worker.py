@@ -1,28 +1,73 @@
-"""StepPlan -> queued device work -> sampled tokens.
+"""StepPlan -> device work -> sampled ids: the streams and events of a step.
 
-Owns the KV pool and the network. Each step is at most two operations: the block copies on stream
-`copy`, the forward pass with sampling on stream `compute`. Ordered by events:
+Each step is at most three operations: the copies of blocks and of state slots on stream `copy`, the
+forward pass with sampling on stream `compute`. Ordered by events:
 
-    copy      wait(end of step n-1)   copy_blocks n   record(copied)
+    copy      wait(end of step n-1)   copy_blocks n, copy_states n   record(copied)
     compute                           wait(copied)    record(start)   forward n   record(end)
 
-Knows nothing of requests or of who owns a block: it touches what the plan names. Invariant: a
-submit call never waits for the device.
+What an operation computes is the `Runner`'s. Knows nothing of requests or of who owns a block: it
+touches what the plan names. Invariant: a submit call never waits for the device.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from torch import Tensor
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
-from deepinfer.cache_engine import KVCache
-from deepinfer.config import EngineConfig, ModelConfig
+import numpy as np
+
 from deepinfer.device.base import COMPUTE, Device, Event, Readback, Stream
-from deepinfer.models.attention import PagedAttention
-from deepinfer.models.qwen3 import Qwen3
-from deepinfer.models.weights import Qwen3Weights
-from deepinfer.plan import Int32, Int64, StepPlan, StepResult
-from deepinfer.sampling import sample
+from deepinfer.observer import KV, RECORD, STAGING, STATE, Access
+from deepinfer.plan import Int32, StepPlan, StepResult, WrongRows
+
+
+@dataclass(frozen=True, slots=True)
+class StepReadback:
+    """What a step computed, on its way to the host.
+
+    Attributes:
+        token_ids, logprobs: int32 [M] and float32 [M]; None if nothing samples.
+        wrong_rows: gives what was wrong with the rows read, once the step is done; None where rows
+            are not tagged.
+    """
+
+    token_ids: Readback | None = None
+    logprobs: Readback | None = None
+    wrong_rows: Callable[[], WrongRows] | None = None
+
+    def result(self, step: int) -> StepResult:
+        """The result of `step`; valid once an event recorded behind it has passed."""
+        token_ids, logprobs, wrong_rows = self.token_ids, self.logprobs, self.wrong_rows
+        return StepResult(
+            step,
+            np.empty(0, np.int32) if token_ids is None else token_ids.numpy(),
+            np.empty(0, np.float32) if logprobs is None else logprobs.numpy(),
+            None if wrong_rows is None else wrong_rows(),
+        )
+
+
+class Runner(Protocol):
+    """What a step computes, and the rows it keeps. Called inside submitted work only."""
+
+    def copy_blocks(self, pairs: Int32) -> None:
+        """Copy whole blocks: int32 [C, 2], (source, destination).
+
+        All sources are read before any destination is written.
+        """
+        ...
+
+    def copy_states(self, pairs: Int32) -> None:
+        """Copy whole state slots, as `copy_blocks` copies blocks.
+
+        Never called where plans have none: the model's requests have no state.
+        """
+        ...
+
+    def forward(self, plan: StepPlan) -> StepReadback:
+        """Write the rows of the plan's tokens, attend, sample."""
+        ...
 
 
 class InFlightStep:
@@ -38,7 +83,7 @@ class InFlightStep:
         self._device = device
         self._start = device.event(timing=True)
         self.end: Event = device.event(timing=True)
-        self._readback: tuple[Readback, Readback] | None = None
+        self._readback = StepReadback()
         self._device_ms: float | None = None
         self._recycled = False
 
@@ -46,18 +91,16 @@ class InFlightStep:
         """Mark on `stream` where the step's device time begins."""
         stream.record(self._start)
 
-    def deliver(self, token_ids: Tensor, logprobs: Tensor) -> None:
-        """Inside submitted work: start the way of the sampled tokens to the host."""
-        self._readback = self._device.download(token_ids), self._device.download(logprobs)
+    def deliver(self, readback: StepReadback) -> None:
+        """Inside submitted work: what the step computed is on its way to the host."""
+        self._readback = readback
 
-    def collect(self) -> StepResult:
-        """Wait for the step and read its tokens. Raises DeviceError if its work failed."""
-        self.end.synchronize()
+    def collect(self, timeout_s: float | None = None) -> StepResult:
+        """Wait for the step and read its tokens. Raises what the wait for an event raises."""
+        self.end.synchronize(timeout_s)
+        self._device.on_host("collect", reads=(_number(RECORD, self.step),))
         self._device_ms = self.end.elapsed_ms(self._start)
-        if self._readback is None:
-            return StepResult(self.step, np.empty(0, np.int32), np.empty(0, np.float32))
-        token_ids, logprobs = self._readback
-        return StepResult(self.step, token_ids.numpy(), logprobs.numpy())
+        return self._readback.result(self.step)
 
     def device_ms(self) -> float:
         """Device time of forward and sampling in milliseconds; only after `collect`."""
@@ -78,94 +121,76 @@ class InFlightStep:
 
 
 class Worker:
-    """Runs steps on one device. Per step: `submit_copies`, then `submit_forward`, in that order.
+    """Queues the steps of one runner. Per step: `submit_copies`, then `submit_forward`."""
 
-    Args:
-        weights: on `device`, of the shapes `model_config` says.
-    """
-
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        engine_config: EngineConfig,
-        weights: Qwen3Weights,
-        device: Device,
-    ) -> None:
-        self.cache = device.run(
-            lambda: KVCache(
-                model_config,
-                engine_config.num_blocks,
-                engine_config.block_size,
-                device.torch_device,
-            ),
-            label="KV pool",
-        )
+    def __init__(self, runner: Runner, device: Device, block_size: int) -> None:
+        self.runner = runner
         self._device = device
-        self._attention = device.run(
-            lambda: PagedAttention(model_config, self.cache, device, engine_config.max_model_len),
-            label="rope table",
-        )
-        self._model = device.run(
-            lambda: Qwen3(model_config, weights, self._attention, device), label="pack weights"
-        )
+        self._block_size = block_size
         self._copy_stream = device.stream("copy")
         self._compute_stream = device.stream(COMPUTE)
         self._copied = device.event()
         self._previous: InFlightStep | None = None
 
     def submit_copies(self, plan: StepPlan) -> None:
-        """Queue the plan's block copies, behind everything the previous step writes.
+        """Queue the plan's copies, behind everything the previous step writes.
 
         An event recorded on stream `copy` right after this call passes when they are done.
         """
-        if not len(plan.block_copies):
+        blocks, states = plan.block_copies, plan.state_copies
+        if not len(blocks) and not len(states):
             return
         if self._previous is not None and not self._previous.recycled:
             self._copy_stream.wait(self._previous.end)
-        pairs = plan.block_copies
-        self._copy_stream.submit(
-            lambda: self.cache.copy_blocks(self._device.upload(pairs)),
-            reads=(pairs[:, 0],),
-            writes=(pairs[:, 1],),
-            label=f"copy_blocks step {plan.step}",
-        )
+        if len(blocks):
+            self._submit_copy(lambda: self.runner.copy_blocks(blocks), KV, blocks, plan.step)
+        if len(states):
+            self._submit_copy(lambda: self.runner.copy_states(states), STATE, states, plan.step)
         self._copy_stream.record(self._copied)
         self._compute_stream.wait(self._copied)
+
+    def _submit_copy(self, copy: Callable[[], None], kind: str, pairs: Int32, step: int) -> None:
+        self._copy_stream.submit(
+            copy,
+            reads=(Access(kind, pairs[:, 0]), _number(STAGING, step)),
+            writes=(Access(kind, pairs[:, 1]),),
+            label=f"copy_{'blocks' if kind == KV else 'states'} step {step}",
+        )
 
     def submit_forward(self, plan: StepPlan) -> InFlightStep:
         """Queue forward and sampling of `plan`, behind its copies."""
         flight = InFlightStep(plan.step, self._device)
 
-        def forward() -> None:
-            logits = self.logits(plan)
-            if logits is not None:
-                self._device.part("sampling")
-                flight.deliver(*self._sample(plan, logits))
-
-        read, written = _touched_blocks(plan, self.cache.block_size)
+        read, written = _touched_rows(plan, self._block_size)
+        states = (Access(STATE, plan.state_ids),) if len(plan.state_ids) else ()
         flight.record_start(self._compute_stream)
         self._compute_stream.submit(
-            forward, reads=(read,), writes=(written,), label=f"forward step {plan.step}"
+            lambda: flight.deliver(self.runner.forward(plan)),
+            reads=(read, *states, _number(STAGING, plan.step)),
+            writes=(written, *states, _number(RECORD, plan.step)),
+            label=f"forward step {plan.step}",
         )
         self._compute_stream.record(flight.end)
         self._previous = flight
         return flight
 
-    def logits(self, plan: StepPlan) -> Tensor | None:
-        """Inside submitted work: the forward pass. [M, vocab_size], None if nothing samples."""
-        rows = None
-        if len(plan.sample_seq):
-            last_tokens = plan.query_start[1:][plan.sample_seq] - 1
-            rows = self._device.upload(last_tokens.astype(np.int64))
-        token_ids = self._device.upload(plan.token_ids)
-        return self._model.forward(token_ids, self._attention.prepare(plan), rows)
 
-    def _sample(self, plan: StepPlan, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return sample(logits, plan.temperature, plan.seeds, plan.sample_positions, self._device)
+def _touched_rows(plan: StepPlan, block_size: int) -> tuple[Access, Access]:
+    """The rows of KV blocks a step reads and writes, for whoever watches the device seam."""
+    starts = np.arange(plan.block_tables.shape[1], dtype=np.int32) * block_size
+    in_block = np.minimum(plan.context_lens[:, None] - starts, block_size)
+    seqs, columns = (in_block > 0).nonzero()
+    read = Access(
+        KV,
+        plan.block_tables[seqs, columns],
+        np.zeros(len(seqs), np.int32),
+        in_block[seqs, columns],
+        plan.rows[seqs],
+    )
+    blocks, offsets = np.divmod(plan.slot_mapping, block_size)
+    holders = plan.rows.repeat(plan.num_scheduled)
+    return read, Access(KV, blocks, offsets, offsets + 1, holders)
 
 
-def _touched_blocks(plan: StepPlan, block_size: int) -> tuple[Int32, Int64]:
-    """Block ids a step reads and writes, for whoever watches the device seam; ids may repeat."""
-    columns = np.arange(plan.block_tables.shape[1])
-    in_context = columns * block_size < plan.context_lens[:, None]
-    return plan.block_tables[in_context], plan.slot_mapping // block_size
+def _number(kind: str, number: int) -> Access:
+    return Access(kind, np.array([number]))

@@ -19,18 +19,27 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = [
     {"deepinfer.errors"},
-    {"deepinfer.names", "deepinfer.config", "deepinfer.plan", "deepinfer.free_list"},
+    {
+        *("deepinfer.names", "deepinfer.config", "deepinfer.plan", "deepinfer.free_list"),
+        *("deepinfer.observer", "deepinfer.sizing", "deepinfer.validity"),
+    },
     {"deepinfer.block_manager", "deepinfer.sequence", "deepinfer.device"},
+    {"deepinfer.checks"},
     {
         *("deepinfer.release", "deepinfer.fork", "deepinfer.policies", "deepinfer.planning"),
         *("deepinfer.cache_engine", "deepinfer.sampling"),
     },
-    {"deepinfer.outputs", "deepinfer.models"},
+    {"deepinfer.outputs", "deepinfer.models", "deepinfer.stopping"},
     {"deepinfer.scheduler"},
     {"deepinfer.worker"},
+    {"deepinfer.model_runner", "deepinfer.hybrid_runner"},
+    {"deepinfer.runners"},
     {"deepinfer.engine"},
+    {"deepinfer.testing"},
     {"deepinfer"},  # its __init__: the public names
     {"bench"},  # its __init__: nothing
+    {"bench.disk", "bench.strict"},
+    {"bench.model_schema"},
     {
         *("bench.nearest", "bench.stats", "bench.yaml_source", "bench.schema", "bench.samples"),
         "bench.provenance",
@@ -38,14 +47,14 @@ LAYERS = [
     {"bench.rounds"},
     {
         *("bench.validation", "bench.catalog", "bench.metrics", "bench.collect", "bench.traces"),
-        "bench.resume",
+        *("bench.resume", "bench.dense"),
     },
     {
         *("bench.spec", "bench.arrivals", "bench.verify", "bench.verdicts"),
         *("bench.diff", "bench.history", "bench.json_schema"),
     },
-    {"bench.runner", "bench.labs", "bench.report", "bench.estimate"},
-    {"bench.matrix", "bench.power", "bench.probes", "bench.observer"},
+    {"bench.runner", "bench.labs", "bench.report", "bench.estimate", "bench.cache_geometry"},
+    {"bench.matrix", "bench.recording", "bench.power", "bench.probes", "bench.observer"},
     {"bench.instrument"},
     {"bench.commands"},
     {"cli"},
@@ -56,12 +65,15 @@ HOST_CORE = [
     *("deepinfer", "deepinfer.errors", "deepinfer.names", "deepinfer.config", "deepinfer.plan"),
     *("deepinfer.free_list", "deepinfer.block_manager", "deepinfer.release", "deepinfer.sequence"),
     *("deepinfer.fork", "deepinfer.planning", "deepinfer.policies", "deepinfer.scheduler"),
-    "deepinfer.outputs",
+    *("deepinfer.outputs", "deepinfer.sizing", "deepinfer.validity"),
+    *("deepinfer.models.hybrid.layer_plan", "deepinfer.models.hybrid.geometry"),
+    *("deepinfer.models.hybrid.released", "deepinfer.models.hybrid.stored"),
 ]
 # What runs or measures a device may load torch; everything else of the toolkit may not.
 ON_DEVICE = {
     *("bench.runner", "bench.matrix", "bench.verify", "bench.labs", "bench.power"),
     *("bench.probes", "bench.collect", "bench.observer", "bench.instrument"),
+    *("bench.recording", "bench.dense"),
 }
 
 

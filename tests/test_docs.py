@@ -129,6 +129,10 @@ CHEAPER = {
     "profile trace": TINY,
     "profile host": ("--quick",),
     "profile events": ("--quick",),
+    "check faults": ("--fault", "double-release", "--seeds", "1"),
+    "check explore": (
+        *("--scenario", "save-at-finish", "--limit", "50", "--seconds", "4", "--jobs", "1"),
+    ),
 }
 INSTEAD = {
     "/data/results": "results",
@@ -165,6 +169,8 @@ def test_every_command_runs(
             args += options
     if "--max-time" in args:  # belongs to `-r auto`, which would take seven rounds
         del args[args.index("--max-time") : args.index("--max-time") + 2]
+    if "replay" in args:
+        assert main(["run", "mine.yaml", "--profile", "cpu-tiny", "--record", "ops.jsonl"]) == 0
     if "--resume" in args:
         assert main([word for word in args if word != "--resume"]) == 0
     assert main(args) == 0

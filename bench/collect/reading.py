@@ -22,7 +22,7 @@ class Reading:
         return cls(dict.fromkeys(names), one_line(reason))
 
 
-def one_line(text: object) -> str:
-    """`text` without line breaks and not too long for a footnote."""
+def one_line(text: object, length: int = 120) -> str:
+    """`text` without line breaks and cut to a length, by default one for a footnote."""
     line = " ".join(str(text).split())
-    return line if len(line) <= 120 else f"{line[:117]}..."
+    return line if len(line) <= length else f"{line[: length - 3]}..."

@@ -8,15 +8,30 @@ from typing import TYPE_CHECKING
 
 import click
 
+from bench.commands.conformance import conformance
+from bench.commands.explore import explore
+from bench.commands.faults import faults
+
 if TYPE_CHECKING:
     from bench.instrument import Trials
 
 REQUIRED = 0.99  # of the planted faults must be flagged
 
 
-@click.group("check")
-def command() -> None:
+@click.group("check", invoke_without_command=True, no_args_is_help=True)
+@click.option("--faults", "check_faults", is_flag=True, help="The same as `check faults`.")
+@click.pass_context
+def command(ctx: click.Context, check_faults: bool) -> None:
     """Check the instrument: are faults noticed, are verdicts right, does watching cost little?"""
+    if check_faults and ctx.invoked_subcommand is None:
+        ctx.invoke(faults)
+    elif check_faults:
+        raise click.UsageError("--faults stands alone; for its options: check faults", ctx)
+
+
+command.add_command(conformance)
+command.add_command(explore)
+command.add_command(faults)
 
 
 @command.command("power")

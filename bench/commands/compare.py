@@ -8,6 +8,15 @@ import click
 
 from bench.commands.completion import complete_names, complete_setting, complete_workload
 from bench.commands.measuring import measure, measuring_options
+from deepinfer.errors import UserError
+
+
+def _refuse_record(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise UserError(
+            "--record: of one run, not of a comparison",
+            hint="`run --record FILE`, then `replay FILE -a NAME=V1,V2` tries the others on it",
+        )
 
 
 @click.command("compare")
@@ -32,6 +41,7 @@ from bench.commands.measuring import measure, measuring_options
     shell_complete=complete_names("free_order", several=True),
 )
 @measuring_options(rounds="auto")
+@click.option("--record", hidden=True, expose_value=False, callback=_refuse_record)
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -51,7 +61,7 @@ def command(
       deepinfer-bench compare fork-batch --release deferred,polled --free-order reverse,forward
       deepinfer-bench compare mixed-chat -a block_size=16,128 -r 5
 
-    Exit code 1 if any answer was wrong.
+    Exit code 1 if any answer was wrong, or a checker found something.
     """
     given = {"release": release, "free_order": free_order}
     shorthands = tuple(f"{name}={values}" for name, values in given.items() if values is not None)

@@ -7,7 +7,6 @@ bad input, 130 Ctrl-C, 141 the reader of stdout is gone. A traceback is shown on
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 import click
 from click.shell_completion import CompletionItem, shell_complete
 
+from bench.disk import NO_ROOM
 from bench.nearest import choices
 from deepinfer.errors import DeepInferError, UserError
 
@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("bench.commands.export", "Print the table of a finished run in another format."),
     "diff": ("bench.commands.diff", "Compare two saved results; an exit code for CI."),
     "history": ("bench.commands.history", "List saved results of a workload over time."),
+    "replay": ("bench.commands.replay", "Replay a recorded run's blocks with other choices."),
     "profile": ("bench.commands.profile", "Measure single parts of the engine."),
     "lab": ("bench.commands.lab", "Run the book's labs."),
     "check": ("bench.commands.check", "Check that wrong answers are noticed."),
@@ -42,7 +43,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How torch and numpy word it: their allocators raise RuntimeError and MemoryError.
 OUT_OF_MEMORY = (
     "not enough memory",

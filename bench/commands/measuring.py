@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from bench.commands.checking import OFF, check_option
 from bench.commands.export import FORMAT_NAMES
 from bench.commands.inputs import INPUT_OPTIONS, Decorator, load_input, with_options
 from bench.commands.planning import (
@@ -104,6 +105,10 @@ def measuring_options(rounds: int | Literal["auto"]) -> Decorator[Any]:
             show_default=True,
             help="How to write the table.",
         ),
+        check_option(
+            "Watch every round with tags, order, conservation, or all; off: not even the tags of "
+            "the first warm-up."
+        ),
         *PLANNING_OPTIONS,
     )
 
@@ -118,18 +123,23 @@ def measure(
     max_time_s: float | None,
     output_dir: Path | None,
     format_name: str,
+    checks: str | None,
     resume: bool,
     dry_run: bool,
     fail_fast: bool,
     metadata: Sequence[str],
+    record: Path | None = None,
     **input_options: Any,
 ) -> int:
-    """Run all cells, print the table, return the exit code (1 if an answer was wrong)."""
+    """Run all cells, print the table, return the exit code (1 if an answer or a row was wrong)."""
     from bench.matrix import NOTHING_KEPT, Cell, Matrix
+    from bench.recording import recorded_rounds
     from bench.spec import parse_axes, resolve_cells
 
     auto, num_rounds = _plan(rounds, max_time_s)
     parsed_axes = parse_axes(axes)
+    if checks is not None:
+        input_options["settings"] = (*input_options["settings"], f"checks={checks}")
     profile, workload, flags = load_input(workload_name, **input_options)
     resolved = resolve_cells(profile, workload, flags, parsed_axes)
     cells = [
@@ -148,15 +158,18 @@ def measure(
     stored_axes = {name: list(values) for name, values in parsed_axes.items()}
     with (
         Progress(sys.stderr, None if auto else num_left) as progress,
+        recorded_rounds(record) as make_round,
         Matrix(
             cells,
             rounds=num_rounds,
             axes=stored_axes,
             progress=progress,
             auto=auto,
+            make_round=make_round,
             metadata=notes,
             kept=kept,
             fail_fast=fail_fast,
+            tag_warmup=checks != OFF,
         ) as matrix,
         open_writer(folder, resume=resume) as writer,
     ):
@@ -194,7 +207,8 @@ def _report(folder: Path, format_name: str) -> int:
         _say(f"{samples.end.status}; what was measured is in {folder}, --resume carries it on")
         return EXIT_FAILED if samples.end.status == "stopped" else EXIT_INTERRUPTED
     has_failed = any(samples.failure_of(cell.cell) for cell in samples.cells)
-    return EXIT_FAILED if has_failed or table.num_wrong_requests or table.nothing_completed else 0
+    is_wrong = table.num_wrong_requests or table.num_findings
+    return EXIT_FAILED if has_failed or is_wrong or table.nothing_completed else 0
 
 
 def _shown(values: dict[str, Any], cell: Resolved) -> dict[str, Any]:

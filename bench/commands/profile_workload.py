@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bench.commands.checking import check_option
 from bench.commands.inputs import INPUT_OPTIONS, resolve_input, with_options
+from bench.commands.profile_checks import profile_check_costs
 from bench.commands.profile_common import (
     clear_progress,
     format_option,
@@ -56,8 +58,10 @@ def _resolve(workload: str, release: str | None, options: dict[str, Any]) -> Res
     type=click.IntRange(min=1),
     default=5,
     show_default=True,
-    help="Watched rounds of each policy, and as many that are not watched.",
+    help="Watched rounds of each policy, and as many that are not watched; with --check, rounds "
+    "with each checker and without.",
 )
+@check_option("Measure instead what tags, order, conservation, or all of them cost a step.")
 @format_option
 @click.pass_context
 def step(
@@ -66,17 +70,21 @@ def step(
     workload: str,
     release: str | None,
     rounds: int,
+    checks: str | None,
     format_name: str,
     **options: Any,
 ) -> None:
     """Where the time of WORKLOAD's steps goes, on the host and on the device, per release policy.
 
-    Exit code 1 if any answer was wrong.
+    Exit code 1 if any answer was wrong, or a checker found something.
     """
     from bench.probes.step import profile_steps
     from bench.spec import parse_axes
 
     names = parse_axes([f"release={release}"])["release"] if release is not None else None
+    if checks is not None:
+        resolved = _resolve(workload, release, options)
+        ctx.exit(profile_check_costs(resolved, checks, rounds, format_name))
     resolved = resolve_input(workload, **options)
     profile = profile_steps(
         resolved,

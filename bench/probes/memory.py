@@ -180,7 +180,7 @@ class _MemoryEngine(LLMEngine):
             figures |= reading.values
             if reading.reason:
                 self.reasons.setdefault(name, reading.reason)
-        cache, blocks = self.worker.cache, self.blocks
+        cache, blocks = self.cache, self.blocks
         started_ns = self._submitted.readings[0].at_ns
         if not self.samples:
             self._first_ns = started_ns

@@ -149,7 +149,7 @@ class _Contest:
         """Run a round of each kind; which goes first alternates."""
         for watched in (False, True) if index % 2 else (True, False):
             result = self._run_watched(index) if watched else self._run_plain()
-            period = _step_period_s(result)
+            period = step_period_s(result)
             if period is not None:
                 self._periods[watched][index] = period
 
@@ -201,7 +201,7 @@ class _Contest:
         return rows
 
 
-def _step_period_s(result: RoundResult) -> float | None:
+def step_period_s(result: RoundResult) -> float | None:
     """Median time from one step's end to the next one's; None for fewer than two steps."""
     ends = [step.end_s for step in result.steps]
     return median([after - before for before, after in pairwise(ends)])

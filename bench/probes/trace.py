@@ -36,6 +36,7 @@ from bench.probes.watched_engine import (
     run_plain,
     run_watched,
 )
+from bench.report.files import write_file
 from bench.runner import Target
 from bench.spec import Resolved
 from deepinfer.errors import UserError
@@ -83,10 +84,7 @@ class Trace:
                 "wrong_requests": self.num_wrong,
             },
         }
-        try:
-            path.write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"-o {path}: {error.strerror or error}") from error
+        write_file(path, f"{json.dumps(document, allow_nan=False)}\n".encode())
 
 
 def trace_workload(

@@ -15,14 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepinfer.device import Device, DeviceMemory, Event, Readback, Stream
+from deepinfer.device import Device, Event, Stream
 from deepinfer.device.base import ClockAnchor
+from deepinfer.device.wrapper import DeviceWrapper, EventWrapper, StreamWrapper
+from deepinfer.observer import Access
 
-T = TypeVar("T")
 WAIT = "wait"
 Annotate = Callable[[str], AbstractContextManager[Any]]  # a named range for another tool
 
@@ -78,48 +79,35 @@ class Notes:
     host_waits: list[Span]
 
 
-class WatchedEvent:
+class WatchedEvent(EventWrapper):
     """An event whose host waits are noted."""
 
-    __slots__ = ("_waits", "inner")
+    __slots__ = ("_waits",)
 
     def __init__(self, inner: Event, waits: list[Span]) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._waits = waits
 
-    def query(self) -> bool:
-        """As the inner event's."""
-        return self.inner.query()
-
-    def synchronize(self) -> None:
+    def synchronize(self, timeout_s: float | None = None) -> None:
         """As the inner event's; notes how long it took."""
         start_ns = time.perf_counter_ns()
-        self.inner.synchronize()
+        super().synchronize(timeout_s)
         self._waits.append(Span(WAIT, start_ns, time.perf_counter_ns()))
 
-    def elapsed_ms(self, since: Event) -> float:
-        """As the inner event's."""
-        return self.inner.elapsed_ms(_inner(since))
 
-
-def _inner(event: Event) -> Event:
-    return event.inner if isinstance(event, WatchedEvent) else event
-
-
-class _WatchedStream:
+class _WatchedStream(StreamWrapper):
     """A stream with a timing event on either side of all it is given."""
 
     def __init__(self, inner: Stream, device: WatchedDevice) -> None:
-        self.name = inner.name
-        self._inner = inner
+        super().__init__(inner)
         self._device = device
 
     def submit(
         self,
         fn: Callable[[], None],
         *,
-        reads: Sequence[Any] = (),
-        writes: Sequence[Any] = (),
+        reads: Sequence[Access] = (),
+        writes: Sequence[Access] = (),
         cost: float | None = None,
         label: str = "",
     ) -> None:
@@ -129,19 +117,16 @@ class _WatchedStream:
             with self._device.inside(operation):
                 fn()
 
-        self._inner.record(operation.start)
+        self.inner.record(operation.start)
         with self._device.annotate(f"{self.name}: {label}"):
-            self._inner.submit(watched, reads=reads, writes=writes, cost=cost, label=label)
-        self._inner.record(operation.end)
-
-    def record(self, event: Event) -> None:
-        self._inner.record(_inner(event))
+            super().submit(watched, reads=reads, writes=writes, cost=cost, label=label)
+        self.inner.record(operation.end)
 
     def wait(self, event: Event) -> None:
         operation = self._device.note(self.name, WAIT)
-        self._inner.record(operation.start)
-        self._inner.wait(_inner(event))
-        self._inner.record(operation.end)
+        self.inner.record(operation.start)
+        super().wait(event)
+        self.inner.record(operation.end)
 
 
 class _Inside:
@@ -158,18 +143,16 @@ class _Inside:
         self._thread.operation = None
 
 
-class WatchedDevice:
-    """`inner`, watched from now on. Implements `Device`.
+class WatchedDevice(DeviceWrapper):
+    """`inner`, watched from now on.
 
     The first anchor is set now, the second by `stop`; only then does `place` know when anything on
     the device was. Each submit stands in a range `annotate(stream and label)`.
     """
 
     def __init__(self, inner: Device, annotate: Annotate = no_annotation) -> None:
-        self.name = inner.name
+        super().__init__(inner)
         self.annotate = annotate
-        self._inner = inner
-        self._streams: dict[str, _WatchedStream] = {}
         self._operations: list[Operation] = []
         self._host_waits: list[Span] = []
         self._thread = threading.local()
@@ -189,7 +172,7 @@ class WatchedDevice:
 
     def stop(self) -> None:
         """Set the second anchor: nothing watched comes after it."""
-        self._last = self._inner.anchor()
+        self._last = self.inner.anchor()
         # Whole nanoseconds: what the way through milliseconds adds is not drift.
         self._device_ns = round(self._last.event.elapsed_ms(self._first.event) * 1e6)
 
@@ -215,7 +198,7 @@ class WatchedDevice:
         events = [operation.start, *(event for _, event in operation.parts), operation.end]
         times = [self._host_ns(event) for event in events]
         for event in events:
-            self._inner.recycle(event)
+            self.inner.recycle(event)
         return [Span(*part) for part in zip(names, times[:-1], times[1:], strict=True)]
 
     def _host_ns(self, event: Event) -> int:
@@ -226,7 +209,7 @@ class WatchedDevice:
 
     def note(self, stream: str, label: str) -> Operation:
         """A new operation, with its events; whoever queues it records them."""
-        start, end = self._inner.event(timing=True), self._inner.event(timing=True)
+        start, end = self.inner.event(timing=True), self.inner.event(timing=True)
         operation = Operation(stream, label, start, end)
         self._operations.append(operation)
         return operation
@@ -237,73 +220,30 @@ class WatchedDevice:
 
     # -- what the engine calls -------------------------------------------------------------------
 
-    @property
-    def torch_device(self) -> Any:
-        """As the inner device's."""
-        return self._inner.torch_device
-
-    def stream(self, name: str) -> Stream:
+    def wrap_stream(self, stream: Stream) -> Stream:
         """The inner device's stream, watched."""
-        if name not in self._streams:
-            self._streams[name] = _WatchedStream(self._inner.stream(name), self)
-        return self._streams[name]
+        return _WatchedStream(stream, self)
 
     def event(self, *, timing: bool = False) -> Event:
         """The inner device's event, watched."""
-        return WatchedEvent(self._inner.event(timing=timing), self._host_waits)
-
-    def recycle(self, event: Event) -> None:
-        """As the inner device's."""
-        self._inner.recycle(_inner(event))
+        return WatchedEvent(self.inner.event(timing=timing), self._host_waits)
 
     def upload(self, array: np.ndarray) -> Any:
         """As the inner device's; noted if an operation does it."""
         operation: Operation | None = getattr(self._thread, "operation", None)
         if operation is None:
-            return self._inner.upload(array)
+            return self.inner.upload(array)
         start_ns = time.perf_counter_ns()
-        tensor = self._inner.upload(array)
+        tensor = self.inner.upload(array)
         span = Span("upload", start_ns, time.perf_counter_ns())
         by_device = threading.get_ident() != self._host
         operation.uploads.append(Upload(span, array.nbytes, by_device))
         return tensor
 
-    def linear(self, weight: Any) -> Callable[[Any], Any]:
-        """As the inner device's."""
-        return self._inner.linear(weight)
-
-    def download(self, tensor: Any) -> Readback:
-        """As the inner device's."""
-        return self._inner.download(tensor)
-
     def part(self, name: str) -> None:
         """Stamp the point where the operation's part `name` begins."""
         operation: Operation | None = getattr(self._thread, "operation", None)
         if operation is not None:
-            event = self._inner.event(timing=True)
-            self._inner.stamp(event)
+            event = self.inner.event(timing=True)
+            self.inner.stamp(event)
             operation.parts.append((name, event))
-
-    def stamp(self, event: Event) -> None:
-        """As the inner device's."""
-        self._inner.stamp(_inner(event))
-
-    def anchor(self) -> ClockAnchor:
-        """As the inner device's."""
-        return self._inner.anchor()
-
-    def synchronize(self) -> None:
-        """As the inner device's."""
-        self._inner.synchronize()
-
-    def run(self, fn: Callable[[], T], *, label: str = "") -> T:
-        """As the inner device's: what is not a step is not watched."""
-        return self._inner.run(fn, label=label)
-
-    def memory(self) -> DeviceMemory:
-        """As the inner device's."""
-        return self._inner.memory()
-
-    def close(self) -> None:
-        """As the inner device's."""
-        self._inner.close()

@@ -46,7 +46,7 @@ def display(
             text = _format(row, column, table.view.precision)
             if no_interval := row.undefined.get(f"{column.key}_low"):
                 text += f" {mark(no_interval)}"
-        if column.key == "wrong_requests" and row.values[column.key]:
+        if column.key in ("wrong_requests", "wrong_rows") and row.values[column.key]:
             text += " WRONG"
         # Whichever column leads, an unsafe row says so.
         return f"{text} UNSAFE" if row.unsafe and column is columns[0] else text

@@ -9,6 +9,7 @@ import contextlib
 import os
 from pathlib import Path
 
+from bench.disk import cannot_write
 from deepinfer.errors import UserError
 
 
@@ -23,6 +24,9 @@ def write_file(path: Path, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()
-        raise UserError(
-            f"{path}: cannot write: {error.strerror}", hint="name a file in a folder that exists"
+        raise cannot_write(
+            path,
+            error,
+            room="make room, or name a file on another disk",
+            place="name a file in a folder that exists",
         ) from error

@@ -57,6 +57,10 @@ def build_legend(table: Table, columns: Iterable[Column]) -> tuple[str, ...]:
         _all_are("median of the rounds", _MEDIANS, shown),
         _all_are("largest", _PEAKS, shown),
         "wrong requests: sum of all verified rounds." if "wrong_requests" in shown else "",
+        "wrong rows: KV rows read that were another's, sum of all rounds with tagged rows, the "
+        "first warm-up among them."
+        if "wrong_rows" in shown
+        else "",
     ]
     paragraphs.append(" ".join(filter(None, counts)))
     if not shown.isdisjoint(("vs_baseline", "verdict")) and len(table.rows) > 1:

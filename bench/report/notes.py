@@ -15,6 +15,7 @@ from bench.stats import CONFIDENCE, Judgement, Verdict, Why
 
 # Policies that keep blocks back until a fence has passed, or wait for it.
 HOLDING = {"blocking", "deferred", "polled", "step"}
+NUM_SHOWN = 3  # findings of a cell
 
 
 def build_notes(
@@ -23,6 +24,7 @@ def build_notes(
     """The notes of a run, the gravest first."""
     return (
         *_state_of_file(samples),
+        *_per_cell(metrics, _found),
         *_per_cell(metrics, _unsafe),
         *_per_cell(metrics, _unverified),
         *_per_cell(metrics, lambda m: _not_run(m, samples.run.rounds)),
@@ -36,6 +38,7 @@ def build_notes(
         *_per_cell(metrics, _throttled),
         *_per_cell(metrics, _unsettled),
         *_per_cell(metrics, _near_ties),
+        *_per_cell(metrics, _checked),
     )
 
 
@@ -57,6 +60,26 @@ def _state_of_file(samples: Samples) -> list[str]:
         reason = f" ({samples.end.reason})" if samples.end.reason else ""
         notes.append(f"{samples.end.status.upper()}{reason}: the table shows what was measured")
     return notes
+
+
+def _found(m: CellMetrics) -> str:
+    """What the checkers found, and the first of it."""
+    counts = [
+        _num(int(metric.value), noun)
+        for metric, noun in (
+            (m.wrong_rows, "wrong row"),
+            (m.hazards, "hazard"),
+            (m.contradictions, "contradiction"),
+        )
+        if metric.value
+    ]
+    return f"UNSAFE, {', '.join(counts)}: {'; '.join(m.findings[:NUM_SHOWN])}" if counts else ""
+
+
+def _checked(m: CellMetrics) -> str:
+    if not m.checks:
+        return ""
+    return f"{' and '.join(m.checks)} checked in measured rounds too, whose times include it"
 
 
 def _unsafe(m: CellMetrics) -> str:
@@ -124,6 +147,7 @@ _WHY_UNCLEAR = {
     Why.NO_COMMON_ROUND: "no round in common with the baseline",
     Why.UNSAFE: "unsafe, whatever its speed",
     Why.WRONG_ANSWERS: "wrong answers here or in the baseline",
+    Why.FINDINGS: "what the checkers found here or in the baseline",
     Why.FAILED_REQUESTS: "not as many failed requests as in the baseline: not the same work",
     Why.THROTTLED: "the GPU was throttled here or in the baseline, in a repeated round too",
 }

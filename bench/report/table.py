@@ -56,6 +56,9 @@ METRIC_COLUMNS = (
     Column("preemptions", "preemptions", "count"),
     Column("wrong_requests", "wrong\nrequests", "count"),
     Column("max_logprob_diff", "max dlogp\nnats", "small"),
+    Column("wrong_rows", "wrong\nrows", "count"),
+    Column("hazards", "hazards", "detail"),
+    Column("contradictions", "contradictions", "detail"),
     Column("vs_baseline", "vs baseline", "ratio"),
     Column("vs_baseline_low", "vs baseline low", "bound"),
     Column("vs_baseline_high", "vs baseline high", "bound"),
@@ -73,7 +76,8 @@ FIRST_AXES = ("release", "free_order")
 class Row:
     """One cell's figures: `values` has every column's key, `undefined` the reasons of the Nones.
 
-    `num_ratios` counts the rounds it has in common with the baseline.
+    `num_ratios` counts the rounds it has in common with the baseline; `num_findings` what its
+    checkers found. `unsafe` by its release policy, or because they found something.
     """
 
     cell: int
@@ -83,6 +87,7 @@ class Row:
     baseline: bool
     all_failed: bool = False
     num_ratios: int = 0
+    num_findings: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +140,11 @@ class Table:
         return sum(int(row.values["wrong_requests"] or 0) for row in self.rows)
 
     @property
+    def num_findings(self) -> int:
+        """What the checkers found, over all rows."""
+        return sum(row.num_findings for row in self.rows)
+
+    @property
     def nothing_completed(self) -> bool:
         """Whether some cell completed not one request: it has no result, whatever its times say."""
         return any(row.all_failed for row in self.rows)
@@ -183,7 +193,8 @@ def _row(cell: CellMetrics, axes: tuple[Column, ...], judged: Judgement) -> Row:
         cell.cell.cell,
         values,
         undefined,
-        unsafe=cell.cell.unsafe,
+        unsafe=cell.cell.unsafe or cell.num_findings > 0,
+        num_findings=cell.num_findings,
         baseline=cell.cell.baseline,
         all_failed=cell.all_failed,
         num_ratios=judged.ratio.num_values if judged.ratio else 0,

@@ -112,7 +112,7 @@ def _draw(shown: Display, panel: Sequence[int], rows: Sequence[Row], screen: Scr
 
 
 def _style(column: Column, row: Row) -> str:
-    if column.key == "wrong_requests" and row.values["wrong_requests"]:
+    if column.key in ("wrong_requests", "wrong_rows") and row.values[column.key]:
         return "bold red"
     if column.key == "release" and row.unsafe:
         return "yellow"

@@ -4,8 +4,9 @@ The engine submits work to named streams and orders it with events; it never ask
 has. What a stream promises: its operations run in the order submitted. What it does not promise:
 any order against another stream, or against the host, except where an event says so.
 
-`reads` and `writes` name what an operation touches (block ids, staging buffers): nothing here looks
-at them; they are the seam for checkers. `cost` is the seam for a simulated device.
+`reads` and `writes` name what an operation touches (`deepinfer.observer.Access`), `on_host` what
+the host does: nothing here looks at them; `deepinfer.device.observed` shows them to whoever
+checks. `cost` is the seam for a simulated device.
 
 One host thread drives a device. An operation calls nothing of the device that runs it but
 `upload`, `download`, `linear`, `part` and `stamp`: one that waited for the device would wait for
@@ -23,6 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from deepinfer.errors import DeviceError, OwnershipError
+from deepinfer.observer import Access
 
 COMPUTE = "compute"  # the stream of forward passes; every other one is a side stream
 T = TypeVar("T")
@@ -68,8 +70,12 @@ class Event(Protocol):
         """Whether the stream has passed the recorded point. Never blocks."""
         ...
 
-    def synchronize(self) -> None:
-        """Block the host until the stream has passed the point. Raises DeviceError if it failed."""
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Block the host until the stream has passed the point.
+
+        Raises DeviceError if it failed, DeviceTimeoutError if it takes longer than `timeout_s`
+        seconds (None: no limit). After a time-out the device can only be closed.
+        """
         ...
 
     def elapsed_ms(self, since: Event) -> float:
@@ -86,8 +92,8 @@ class Stream(Protocol):
         self,
         fn: Callable[[], None],
         *,
-        reads: Sequence[Any] = (),
-        writes: Sequence[Any] = (),
+        reads: Sequence[Access] = (),
+        writes: Sequence[Access] = (),
         cost: float | None = None,
         label: str = "",
     ) -> None:
@@ -164,6 +170,15 @@ class Device(Protocol):
         has done so far."""
         ...
 
+    def on_host(
+        self, label: str, *, reads: Sequence[Access] = (), writes: Sequence[Access] = ()
+    ) -> None:
+        """What the host itself reads or writes now, of what operations touch too.
+
+        Does nothing: like `reads` and `writes` of an operation, it is for whoever watches.
+        """
+        ...
+
     def anchor(self) -> ClockAnchor:
         """Where the two clocks meet; `elapsed_ms` since its event places any other event.
 
@@ -188,7 +203,10 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish queued work and let go of threads; the device cannot be used afterwards."""
+        """Finish queued work and let go of threads; the device cannot be used afterwards.
+
+        Work that a wait gave up on (DeviceTimeoutError) is not waited for again.
+        """
         ...
 
 
@@ -216,6 +234,7 @@ class Failure:
 
     message: str
     cause: BaseException | None = None
+    kind: type[DeviceError] = DeviceError
 
     @classmethod
     def of_operation(cls, label: str, stream: str, cause: BaseException) -> Failure:
@@ -231,7 +250,7 @@ class Failure:
     def error(self) -> DeviceError:
         """A new error to raise, chained to the cause (one error object raised twice would mix up
         its tracebacks)."""
-        error = DeviceError(self.message)
+        error = self.kind(self.message)
         error.__cause__ = self.cause
         return error
 

@@ -53,15 +53,16 @@ class _ThreadedStream(TicketStream):
         """Let the thread end behind what is queued."""
         self._queue.put(None)
 
-    def reach(self, ticket: int) -> None:
-        """Sleep until this stream has passed `ticket`."""
+    def reach(self, ticket: int, timeout_s: float | None = None) -> bool:
+        """Sleep until this stream has passed `ticket`, at most `timeout_s`; whether it has."""
         if self.passed >= ticket:
-            return
+            return True
         lock = threading.Lock()
         lock.acquire()
         self._waiters.append((ticket, lock))
-        if self.passed < ticket:
-            lock.acquire()
+        if self.passed >= ticket:
+            return True
+        return lock.acquire(timeout=-1 if timeout_s is None else timeout_s)
 
     def inside_operation(self) -> bool:
         """Whether the calling thread is one of the device's."""
@@ -77,8 +78,12 @@ class _ThreadedStream(TicketStream):
                 use_one_thread()
                 alone = True
             work, label = entry
-            if isinstance(work, Wait) and self.failure is None:
-                work.stream.reach(work.ticket)
+            if isinstance(work, Wait):
+                self.current = work
+                if self.failure is None:
+                    work.stream.reach(work.ticket)
+            else:
+                self.current = label
             self.pass_entry(work, label)
             # While the thread sleeps in get(), the tensors of its last operation must not live on.
             del entry, work
@@ -139,10 +144,13 @@ class ThreadedCpuDevice(TicketDevice[_ThreadedStream]):
 
     def _finish(self) -> None:
         try:
-            for stream in self._streams.values():
+            streams = self._streams.values()
+            for stream in streams:
                 stream.stop()
-            for thread in self._threads:
-                thread.join()
+            # Another may wait for a stuck one, so none is waited for: they end with the process.
+            if not any(stream.is_stuck for stream in streams):
+                for thread in self._threads:
+                    thread.join()
         finally:
             _fast_switching.let_go()
 
@@ -177,8 +185,11 @@ class _SteppedStream(TicketStream):
             self.pass_entry(*self._queue.popleft())
         return self.passed > before
 
-    def reach(self, ticket: int) -> None:
-        """Run operations up to `ticket`, and first those of other streams that they wait for."""
+    def reach(self, ticket: int, timeout_s: float | None = None) -> bool:
+        """Run operations up to `ticket`, and first those of other streams that they wait for.
+
+        They run right here, so no time-out can end them.
+        """
         # Waits form no cycle, so the recursion visits a stream at most once.
         while self.passed < ticket:
             work = self._queue[0][0]
@@ -186,6 +197,7 @@ class _SteppedStream(TicketStream):
                 work.stream.reach(work.ticket)
             else:
                 self.run_next()
+        return True
 
     def inside_operation(self) -> bool:
         """Whether an operation of the device is running: it is the only one who can be calling."""

@@ -13,7 +13,6 @@ import contextlib
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +28,13 @@ from deepinfer.device.base import (
     T,
     run_and_wait,
 )
-from deepinfer.errors import DeviceError, UserError
+from deepinfer.errors import DeviceError, DeviceTimeoutError, UserError
+from deepinfer.observer import Access
 
 MIN_STAGING_BYTES = 512
 NUM_ANCHORS = 16
+SPIN_S = 0.05  # a wait with a time-out looks without a pause for as long, as a plain one spins
+PAUSE_S = 2e-4  # and then as often
 
 
 def size_class(num_bytes: int) -> int:
@@ -85,11 +87,16 @@ class StagingPool:
 class CudaEvent:
     """A `torch.cuda.Event` that can be made to look unrecorded again. Implements `base.Event`."""
 
-    __slots__ = ("_recorded", "_torch_event", "pooled", "timing")
+    __slots__ = ("_given_up", "_recorded", "_spin_s", "_torch_event", "pooled", "timing")
 
-    def __init__(self, timing: bool, blocking_wait: bool) -> None:
+    def __init__(
+        self, timing: bool, blocking_wait: bool, given_up: list[CudaEvent] | None = None
+    ) -> None:
+        """`given_up` is where an event on which a wait gave up is noted."""
         self.timing = timing
         self.pooled = False
+        self._spin_s = 0.0 if blocking_wait else SPIN_S
+        self._given_up = [] if given_up is None else given_up
         self._recorded = False
         # Not torch.Event: its `blocking` does not reach cudaEventBlockingSync.
         self._torch_event = torch.cuda.Event(  # type: ignore[no-untyped-call]  # torch's
@@ -119,14 +126,33 @@ class CudaEvent:
         except RuntimeError as cause:
             raise _device_failure(cause) from cause
 
-    def synchronize(self) -> None:
-        """Block until the stream has passed the point. DeviceError if the device failed."""
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Block until the stream has passed the point. DeviceError if the device failed.
+
+        With `timeout_s` it looks again and again (CUDA's own wait cannot be ended): first without a
+        pause, then every 0.2 ms; DeviceTimeoutError when the time is over.
+        """
         if not self._recorded:
+            return
+        if timeout_s is not None:
+            self._poll(timeout_s)
             return
         try:
             self._torch_event.synchronize()
         except RuntimeError as cause:
             raise _device_failure(cause) from cause
+
+    def _poll(self, timeout_s: float) -> None:
+        start = time.perf_counter()
+        while not self.query():
+            waited_s = time.perf_counter() - start
+            if waited_s > timeout_s:
+                self._given_up.append(self)
+                raise DeviceTimeoutError(
+                    f"after {timeout_s:g} s work queued on device 'cuda' still runs"
+                )
+            if waited_s > self._spin_s:
+                time.sleep(PAUSE_S)
 
     def elapsed_ms(self, since: Event) -> float:
         """Milliseconds of device time from `since` to this event, to about half a microsecond.
@@ -173,8 +199,8 @@ class CudaStream:
         self,
         fn: Callable[[], None],
         *,
-        reads: Sequence[Any] = (),
-        writes: Sequence[Any] = (),
+        reads: Sequence[Access] = (),
+        writes: Sequence[Access] = (),
         cost: float | None = None,
         label: str = "",
     ) -> None:
@@ -245,7 +271,8 @@ class CudaDevice:
             )
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._streams: dict[str, CudaStream] = {}
-        self._events = EventPool(lambda timing: CudaEvent(timing, blocking_wait))
+        self._given_up: list[CudaEvent] = []
+        self._events = EventPool(lambda timing: CudaEvent(timing, blocking_wait, self._given_up))
         self._staging = StagingPool(pin_memory=True, recycle=self.recycle)
         self._closed = False
 
@@ -314,6 +341,11 @@ class CudaDevice:
         """Record `event` on the current stream, behind the kernels launched so far."""
         _cuda_event(event).record_on(torch.cuda.current_stream(self._device))
 
+    def on_host(
+        self, label: str, *, reads: Sequence[Access] = (), writes: Sequence[Access] = ()
+    ) -> None:
+        """Nothing; see `base.Device.on_host`."""
+
     def anchor(self) -> ClockAnchor:
         """The tightest of a few records on an idle stream, each between two looks at the clock."""
         self.synchronize()
@@ -367,8 +399,9 @@ class CudaDevice:
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize(self._device)
-        self._staging.clear()
+        with contextlib.suppress(RuntimeError, DeviceError):
+            if all(event.query() for event in self._given_up):
+                torch.cuda.synchronize(self._device)
+                self._staging.clear()  # not under a copy that may still run
         for stream in self._streams.values():
             stream.failure = stream.failure or Failure.of_closing(self.name)

@@ -22,7 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -35,7 +35,8 @@ from deepinfer.device.base import (
     T,
     run_and_wait,
 )
-from deepinfer.errors import DeviceError
+from deepinfer.errors import DeviceError, DeviceTimeoutError
+from deepinfer.observer import Access
 
 if TYPE_CHECKING:
     import torch
@@ -90,10 +91,13 @@ class TicketEvent:
         stream = self.stream
         return stream is None or stream.passed >= self.ticket
 
-    def synchronize(self) -> None:
-        """Block until the stream has passed the point. Raises DeviceError if the stream failed."""
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Block until the stream has passed the point. Raises DeviceError if the stream failed.
+
+        Raises DeviceTimeoutError, naming the operation that runs, after `timeout_s` seconds.
+        """
         if self.stream is not None:
-            self.stream.wait_on_host(self.ticket)
+            self.stream.wait_on_host(self.ticket, timeout_s)
             self.stream.check()
 
     def elapsed_ms(self, since: Event) -> float:
@@ -130,6 +134,8 @@ class TicketStream(ABC):
         passed: ticket of the last entry run or skipped.
         failure: why no more entries run; None while all is well.
         failed_at: ticket at which `failure` struck.
+        given_up: the last ticket that a wait of the host gave up on; 0 if none did.
+        current: label of the operation, or the wait, that the stream is at while it is not empty.
         runs_on_host: whether the entries run on the thread that drives the device.
     """
 
@@ -141,14 +147,16 @@ class TicketStream(ABC):
         self.passed = 0
         self.failure: Failure | None = None
         self.failed_at = 0
+        self.given_up = 0
+        self.current: str | Wait = ""
         self._put = put
 
     def submit(
         self,
         fn: Callable[[], None],
         *,
-        reads: Sequence[Any] = (),
-        writes: Sequence[Any] = (),
+        reads: Sequence[Access] = (),
+        writes: Sequence[Access] = (),
         cost: float | None = None,
         label: str = "",
     ) -> None:
@@ -188,14 +196,29 @@ class TicketStream(ABC):
         if self.failure is not None:
             raise self.failure.error()
 
-    def wait_on_host(self, ticket: int) -> None:
-        """Block the host until `ticket` has passed."""
+    @property
+    def is_stuck(self) -> bool:
+        """Whether what a wait gave up on is still not done."""
+        return self.passed < self.given_up
+
+    def wait_on_host(self, ticket: int, timeout_s: float | None = None) -> None:
+        """Block the host until `ticket` has passed; DeviceTimeoutError after `timeout_s`."""
         if self.passed < ticket:
             if self.inside_operation():
                 raise DeviceError(
                     f"deadlock: an operation waits for stream {self.name!r} of its own device"
                 )
-            self.reach(ticket)
+            if not self.reach(ticket, timeout_s):
+                self.given_up = max(self.given_up, ticket)
+                raise DeviceTimeoutError(f"after {timeout_s:g} s {self.doing()}")
+
+    def doing(self) -> str:
+        """What a stream that is not empty is at, in words."""
+        current = self.current
+        if isinstance(current, Wait):
+            return f"stream {self.name!r} still waits for another: {current.stream.doing()}"
+        what = f"operation {current!r}" if current else "an operation without a label"
+        return f"{what} on stream {self.name!r} still runs"
 
     def pass_entry(self, work: Work, label: str) -> None:
         """Run one entry, or skip it after a failure. What a wait waits for has passed already."""
@@ -222,8 +245,8 @@ class TicketStream(ABC):
         self.failure = failure
 
     @abstractmethod
-    def reach(self, ticket: int) -> None:
-        """Return once this stream has passed `ticket`."""
+    def reach(self, ticket: int, timeout_s: float | None = None) -> bool:
+        """Return once this stream has passed `ticket`, or after `timeout_s`: whether it has."""
 
     @abstractmethod
     def inside_operation(self) -> bool:
@@ -312,6 +335,11 @@ class TicketDevice(ABC, Generic[S]):
         event.reset()
         event.stamp = Stamp()
         event.stamp()
+
+    def on_host(
+        self, label: str, *, reads: Sequence[Access] = (), writes: Sequence[Access] = ()
+    ) -> None:
+        """Nothing; see `base.Device.on_host`."""
 
     def anchor(self) -> ClockAnchor:
         """Now: stamps are taken from the host's clock, so nothing is off."""

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.cache_engine import KVCache
+from deepinfer.checks.row_tags import RowRead
 from deepinfer.config import ModelConfig
 from deepinfer.device.base import Device
 from deepinfer.models.rope import apply_rope, rope_table
@@ -51,10 +52,13 @@ class Rows:
     """Rows to gather for n sequences of up to `length` positions.
 
     `index` int64 [n * kv_heads * length]; `rope` complex64 [1 or n, 1, length, head_dim / 2];
-    `mask` bool [n, 1, 1, length], True = valid, or None if nothing is padded.
+    `mask` bool [n, 1, 1, length], True = valid, or None if nothing is padded. `readers`, indices
+    into the step's sequences, are whom the rows are for, from position `begin` on.
     """
 
     num_seqs: int
+    readers: Ints
+    begin: int
     length: int
     index: Tensor
     rope: Tensor
@@ -100,6 +104,14 @@ class AttentionPlan:
     chunks: list[Chunk]
     alone: list[Decodes]
     shared: list[SharedDecodes]
+
+    @property
+    def rows(self) -> list[Rows]:
+        """All that is gathered in each layer."""
+        rows = [chunk.rows for chunk in self.chunks] + [batch.rows for batch in self.alone]
+        for group in self.shared:
+            rows += [group.prefix, *(own for _, own in group.tails)]
+        return rows
 
 
 class PagedAttention:
@@ -166,7 +178,7 @@ class PagedAttention:
 
     def _shared(self, plan: StepPlan, seqs: Ints, num_blocks: int) -> SharedDecodes:
         length = num_blocks * self._cache.block_size
-        prefix = self._rows(plan, seqs[:1], 0, length)
+        prefix = self._rows(plan, seqs[:1], 0, length, readers=seqs)
         tails, ordered, begin = [], [], 0
         for members, rows in self._padded(plan, seqs, num_blocks):
             tails.append((slice(begin, begin + len(members)), rows))
@@ -191,8 +203,18 @@ class PagedAttention:
             begin = end
         return batches
 
-    def _rows(self, plan: StepPlan, seqs: Ints, first_block: int, length: int) -> Rows:
-        """The rows of `length` positions from `first_block` on; slots are made on the device."""
+    def _rows(
+        self,
+        plan: StepPlan,
+        seqs: Ints,
+        first_block: int,
+        length: int,
+        readers: Ints | None = None,
+    ) -> Rows:
+        """The rows of `length` positions from `first_block` on; slots are made on the device.
+
+        `readers` where others read the rows of `seqs` too.
+        """
         size = self._cache.block_size
         num_blocks = -(-length // size)
         begin = first_block * size
@@ -210,7 +232,19 @@ class PagedAttention:
         heads = torch.arange(self._kv_heads, device=blocks.device)
         index = slots[:, None] * self._kv_heads + heads[:, None]
         rope = self._rope[begin : begin + length][None, None]
-        return Rows(len(seqs), length, index.flatten(), rope, mask)
+        readers = seqs if readers is None else readers
+        return Rows(len(seqs), readers, begin, length, index.flatten(), rope, mask)
+
+    def reads(self, plan: AttentionPlan) -> list[RowRead]:
+        """The slots that `forward` will gather, taken from the very indices it uses."""
+        return [
+            RowRead(
+                rows.readers,
+                rows.begin,
+                rows.index.view(rows.num_seqs, self._kv_heads, rows.length)[:, 0] // self._kv_heads,
+            )
+            for rows in plan.rows
+        ]
 
     # -- once per layer ------------------------------------------------------------------------
 

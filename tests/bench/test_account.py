@@ -79,8 +79,8 @@ def test_a_leaked_block_fails_the_round(tmp_path: Path, monkeypatch: pytest.Monk
     """Blocks that never come back are no result: the cell fails and says how many are missing."""
     give_up = ReleaseQueue.give_up
 
-    def leaky(self: ReleaseQueue, table: Any, fence: Any = None) -> None:
-        give_up(self, table[:-1], fence)
+    def leaky(self: ReleaseQueue, table: Any, fence: Any = None, **why: str) -> None:
+        give_up(self, table[:-1], fence, **why)
 
     monkeypatch.setattr(ReleaseQueue, "give_up", leaky)
     samples = run_matrix(tmp_path / "run", cells_of(workload(PLAIN)))[1]

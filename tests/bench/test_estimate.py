@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.estimate import FLOPS, estimate_round, num_parameters
 from bench.history import SavedCell
 from bench.spec import Resolved
+from deepinfer.models.hybrid.layer_plan import v4_config, v41_config
 from deepinfer.names import DEVICES
-from tests.bench.tiny import PLAIN, tiny, workload
+from tests.bench.tiny import PLAIN, ROOT, tiny, workload
 
 AXES = {"release": "deferred"}
 
@@ -93,6 +96,21 @@ def test_parameters_are_those_a_token_meets(resolved: Resolved) -> None:
         vocab_size=32,
     )
     assert num_parameters(model) == 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16 + 8 * 32
+
+
+@pytest.mark.parametrize("name", ["v41_a", "v41_b", "v4_a"])
+def test_parameters_of_a_hybrid_model_are_those_of_its_checkpoint(name: str) -> None:
+    """Every matrix but embeddings, of the experts those a token is routed to."""
+    data = np.load(ROOT / "tests" / "golden" / f"{name}.npz")
+    raw = json.loads(str(data["config_json"]))
+    config = v4_config(raw) if name == "v4_a" else v41_config(raw)
+    no_matrix = ("embed", "position_bias", "tid2eid", "q_weight", "k_weight")
+    total = 0
+    for key in data.files:
+        if key.startswith("w.") and data[key].ndim > 1 and not any(no in key for no in no_matrix):
+            routed = config.num_experts_per_tok if ".experts." in key else 1
+            total += data[key].size * routed // (len(data[key]) if routed > 1 else 1)
+    assert num_parameters(config) == total
 
 
 def test_every_device_has_a_speed() -> None:

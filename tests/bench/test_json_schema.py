@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,8 @@ CHECKS: dict[str, Any] = {
     "anyOf": lambda rule, v, s, root: "" if _matching(rule, v, root) else f"{v!r}: no form of it",
     "oneOf": lambda rule, v, s, root: "" if _matching(rule, v, root) == 1 else f"{v!r}: not one",
     "$ref": lambda rule, v, s, root: problem(root["$defs"][rule.removeprefix("#/$defs/")], v, root),
+    "pattern": _compared(lambda value, rule: re.search(rule, value), "does not fit"),
+    "const": _compared(lambda value, only: value == only, "is not"),
     "enum": _compared(lambda value, names: value in names, "not in"),
     "minimum": _compared(lambda value, bound: value >= bound, "below"),
     "maximum": _compared(lambda value, bound: value <= bound, "above"),
@@ -146,6 +149,8 @@ def test_every_shipped_file_fits_and_names_its_schema(kind: Kind, path: Path) ->
         ({"name": "x"}, "unknown name"),
         ({"description": ""}, "'': shorter than 1"),
         ({"engine": {"release": "poled"}}, "'poled': not in"),
+        ({"engine": {"checks": "tags+ordre"}}, "'tags+ordre': does not fit"),
+        ({"engine": {"checks": "off+tags"}}, "'off+tags': does not fit"),
         ({"engine": {"block_size": 0}}, "0: below 1"),
         ({"engine": {"block_size": "16"}}, "'16' is no integer"),
         ({"trace": {"format": "azure"}}, "not one"),
@@ -187,7 +192,19 @@ def test_a_bad_profile_does_not_fit() -> None:
     assert load_profile(ROOT / "profiles" / "cpu-tiny.yaml").device == profile["device"]
     assert "not in" in problem_of("profile", {**profile, "device": "tpu"})
     model = {**profile["model"], "num_layers": 2}
-    assert problem_of("profile", {**profile, "model": model}) == "unknown num_layers"
+    assert problem_of("profile", {**profile, "model": model}).endswith("not one")
+
+
+@pytest.mark.parametrize("name", ["cpu-tiny", "cpu-v4", "cpu-v41"])
+def test_a_model_fits_the_schema_of_its_family_alone(name: str) -> None:
+    """Another family's name, a key of another family, and a key that is missing are noticed."""
+    profile = yaml.safe_load((ROOT / "profiles" / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert problem_of("profile", profile) == ""
+    model = profile["model"]
+    other = "deepseek_v4" if model.get("family") == "deepseek_v41" else "deepseek_v41"
+    bad = [{**model, "family": other}, {**model, "num_layers": 2}, {"family": other}]
+    for changed in bad:
+        assert problem_of("profile", {**profile, "model": changed}).endswith("not one")
 
 
 def test_choices_are_explained() -> None:
@@ -200,5 +217,5 @@ def test_choices_are_explained() -> None:
 def test_the_checker_knows_every_keyword_it_is_given() -> None:
     """An unknown keyword is an error, and numbers are compared as numbers."""
     with pytest.raises(KeyError):
-        problem({"pattern": "x"}, "y", {})
+        problem({"format": "x"}, "y", {})
     assert problem({"exclusiveMinimum": 0}, math.inf, {}) == ""

@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path):
 def test_a_read_only_folder_is_a_user_error(tmp_path):
     """No permission is one line, not a traceback."""
     tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match="cannot write results"):
+    with pytest.raises(UserError, match="cannot write"):
         SampleWriter(tmp_path / "run")
 
 
@@ -198,7 +198,7 @@ def test_what_is_no_results_file_is_refused(tmp_path):
     with pytest.raises(UserError, match="no such results folder"):
         read_samples(tmp_path / "absent")
     (tmp_path / "samples.jsonl").write_text("", encoding="utf-8")
-    with pytest.raises(UserError, match="empty"):
+    with pytest.raises(UserError, match="nothing was measured"):
         read_samples(tmp_path)
     (tmp_path / "samples.jsonl").write_text('{"kind": "end", "status": "x"}\n', encoding="utf-8")
     with pytest.raises(UserError, match="no `run` record"):

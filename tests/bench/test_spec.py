@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.schema import GEOMETRY, EngineSettings
+from bench.model_schema import GEOMETRY
+from bench.schema import EngineSettings
 from bench.spec import (
     AXES,
     Flags,

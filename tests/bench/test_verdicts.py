@@ -37,6 +37,8 @@ def test_a_cell_that_did_the_same_work_is_faster(synthetic):
         ({"cell": {"unsafe": True}}, Why.UNSAFE),
         ({"round_": {"wrong": 1}}, Why.WRONG_ANSWERS),
         ({"base": {"wrong": 1}}, Why.WRONG_ANSWERS),
+        ({"round_": {"counters": {"wrong_rows": 1}}}, Why.FINDINGS),
+        ({"base": {"counters": {"hazards": 1}}}, Why.FINDINGS),
         ({"round_": {"requests": (DONE, (0.0, (), "never"))}}, Why.FAILED_REQUESTS),
         ({"round_": {"memory": SLOW}}, Why.THROTTLED),
         ({"base": {"memory": SLOW}}, Why.THROTTLED),

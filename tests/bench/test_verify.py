@@ -17,7 +17,7 @@ from deepinfer.models.hf_config import model_config_from_folder
 from deepinfer.models.weights import Qwen3Weights, load_weights
 from deepinfer.sampling import gumbel_noise
 from deepinfer.worker import Worker
-from tests.deepinfer.step_plans import TINY, Run, step_plan
+from tests.deepinfer.step_plans import TINY, Run, cache_of, model_worker, step_plan
 
 TOLERANCES = Tolerances(score=1e-3, logprob=2e-4)
 SIZE = 16
@@ -44,7 +44,7 @@ def generated(
     device: SteppedCpuDevice, weights: Qwen3Weights, temperature: float, num: int = 20
 ) -> list[Emission]:
     """What the engine's worker emits after three prompts of 50, 33 and 50 tokens."""
-    worker = Worker(TINY, EngineConfig(SIZE, 32, max_model_len=256), weights, device)
+    worker = model_worker(TINY, EngineConfig(SIZE, 32, max_model_len=256), weights, device)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 256, n).tolist() for n in (50, 33, 50)]
     runs = [
@@ -168,8 +168,8 @@ def test_equal_emissions_cost_one_forward(
     """Rounds that emitted the same tokens are judged once; other log-probabilities still count."""
     emissions = generated(device, weights, 1.0)
     reference, rows = DenseReference(weights, TINY), []
-    hidden = reference._hidden
-    monkeypatch.setattr(reference, "_hidden", lambda ids: rows.append(len(ids)) or hidden(ids))
+    dense, states = reference._dense, reference._dense.states
+    monkeypatch.setattr(dense, "states", lambda ids: rows.append(len(ids)) or states(ids))
     first = reference.check_all(emissions * 2, TOLERANCES)
     assert rows == [2, 1]
     changed = replace(emissions[0], logprobs=[0.0] * 20)
@@ -198,7 +198,7 @@ def test_a_fault_in_the_cache_is_flagged(
 ) -> None:
     """Two table entries swapped, a block overwritten, the newest row lost: 20 of 20 are flagged."""
     rng = np.random.default_rng(3)
-    worker = Worker(TINY, EngineConfig(SIZE, 512, max_model_len=256), weights, device)
+    worker = model_worker(TINY, EngineConfig(SIZE, 512, max_model_len=256), weights, device)
     prompts = [rng.integers(0, 256, 200).tolist() for _ in range(20)]
     runs = [Run(p, range(1 + 16 * i, 17 + 16 * i), 0, 200) for i, p in enumerate(prompts)]
     logprobs = []
@@ -223,10 +223,10 @@ def _damage(worker: Worker, run: Run, fault: str, rng: np.random.Generator) -> R
         table[a], table[b] = table[b], table[a]
     elif fault == "overwrite":
         pair = torch.tensor([[table[a], table[b]]], dtype=torch.int32)
-        worker.cache.copy_blocks(pair)
+        cache_of(worker).copy_blocks(pair)
     else:
         newest = run.computed - 1
         for layer in range(TINY.num_hidden_layers):
-            for pool in (worker.cache.keys(layer), worker.cache.values(layer)):
+            for pool in (cache_of(worker).keys(layer), cache_of(worker).values(layer)):
                 pool[table[newest // SIZE], newest % SIZE] = 0
     return replace(run, table=table)

@@ -7,8 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from deepinfer.config import ModelConfig
+from deepinfer.cache_engine import KVCache
+from deepinfer.config import EngineConfig, ModelConfig
+from deepinfer.device.base import Device
+from deepinfer.model_runner import ModelRunner
+from deepinfer.models.weights import Qwen3Weights
 from deepinfer.plan import StepPlan
+from deepinfer.worker import Worker
 
 TINY = ModelConfig(
     num_hidden_layers=2,
@@ -32,6 +37,7 @@ class Run:
     sampled: bool = True
     temperature: float = 0.0
     seed: int = 0
+    state: int = 0  # its state slot; 0: the model has none
 
     def then(self, token: int) -> Run:
         """The sequence one step later, with the token it got."""
@@ -46,6 +52,7 @@ def step_plan(
     step: int = 1,
     padding: int = 0,
     copies: Sequence[tuple[int, int]] = (),
+    state_copies: Sequence[tuple[int, int]] = (),
 ) -> StepPlan:
     """The plan of one step; `padding` more columns than the longest table needs."""
     width = max(len(run.table) for run in runs) + padding
@@ -78,5 +85,21 @@ def step_plan(
         seeds=np.array([runs[i].seed for i in sampled], np.int64),
         sample_positions=(computed + scheduled)[sampled].astype(np.int32),
         block_copies=np.array(copies, np.int32).reshape(-1, 2),
-        copy_sources=np.array([source for source, _ in copies], np.int32),
+        copy_sources=tuple(np.array([source], np.int32) for source, _ in copies),
+        source_owners=("",) * len(copies),
+        state_ids=np.array([run.state for run in runs if run.state], np.int32),
+        state_copies=np.array(state_copies, np.int32).reshape(-1, 2),
     )
+
+
+def model_worker(
+    model: ModelConfig, config: EngineConfig, weights: Qwen3Weights, device: Device
+) -> Worker:
+    """A worker that runs the network."""
+    return Worker(ModelRunner(model, config, weights, device), device, config.block_size)
+
+
+def cache_of(worker: Worker) -> KVCache:
+    """The KV pool behind a worker that runs the network."""
+    assert isinstance(worker.runner, ModelRunner)
+    return worker.runner.cache

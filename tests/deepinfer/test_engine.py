@@ -194,10 +194,10 @@ class Recorder:
         monkeypatch.setattr(engine.device.stream("copy"), "record", self._wrap(record, "fence"))
 
     def _wrap(self, call, label):
-        def wrapped(*args):
+        def wrapped(*args, **keys):
             self.note_device()
             self.log.append(label)
-            result = call(*args)
+            result = call(*args, **keys)
             self.note_device()
             return result
 

@@ -30,7 +30,7 @@ def table_of(*sequences, block_size=4, max_num_seqs=8):
 
 def build(seqs, rows, scheduled, builder=None):
     builder = builder or PlanBuilder(seqs)
-    return builder.build(1, rows, seqs.gather(rows), ids(*scheduled), [], [])
+    return builder.build(1, rows, seqs.gather(rows), ids(*scheduled), [], [], [])
 
 
 @pytest.mark.parametrize(

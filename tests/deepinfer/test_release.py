@@ -25,7 +25,7 @@ class FakeEvent:
     def query(self):
         return self.passed
 
-    def synchronize(self):
+    def synchronize(self, timeout_s=None):
         self.passed, self.num_waits = True, self.num_waits + 1
 
 

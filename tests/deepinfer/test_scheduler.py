@@ -396,7 +396,7 @@ def test_a_stop_token_ends_a_request_and_frees_its_blocks():
     w.add("a", range(6), max_tokens=9, stop=7)
     w.step([3])
     commit = w.step([7])
-    assert [(seq.request_id, reason) for seq, reason in commit.finished] == [("a", "stop")]
+    assert [(seq.request_id, seq.finish_reason) for seq in commit.finished] == [("a", "stop")]
     assert w.ended["a"] == ("stop", [0, 1, 2, 3, 4, 5, 3, 7])
     assert w.blocks.free_ids()[-2:] == [2, 1]
 
@@ -411,7 +411,7 @@ def test_an_abort_in_flight_withholds_until_the_step_is_done(release):
     w.abort("a")
     assert (w.blocks.num_free, w.blocks.num_withheld) == (1, 2)
     commit = w.collect()
-    assert [seq.request_id for seq in commit.sequences] == ["b"]
+    assert commit.request_ids == ["b"]
     w.drain()
 
 
@@ -424,7 +424,7 @@ def test_a_result_is_not_credited_to_the_next_owner_of_a_row():
     w.abort("old")
     w.add("new", [4, 5], max_tokens=2)
     commit = w.collect()
-    assert len(commit.sequences) == 0
+    assert commit.request_ids == []
     w.submit()
     assert w.scheduler.find("new").row == row
     assert w.plan.token_ids.tolist() == [4, 5]

@@ -12,8 +12,9 @@ from deepinfer.config import EngineConfig
 from deepinfer.device.base import Device
 from deepinfer.device.cpu import SteppedCpuDevice, ThreadedCpuDevice
 from deepinfer.models.weights import load_weights
+from deepinfer.observer import KV
 from deepinfer.worker import Worker
-from tests.deepinfer.step_plans import TINY, Run, step_plan
+from tests.deepinfer.step_plans import TINY, Run, cache_of, model_worker, step_plan
 
 SIZE = 16
 CONFIG = EngineConfig(block_size=SIZE, num_blocks=64, max_model_len=256)
@@ -35,7 +36,7 @@ def worker(device: SteppedCpuDevice) -> Worker:
 
 
 def new_worker(device: Device) -> Worker:
-    return Worker(TINY, CONFIG, load_weights(TINY, device), device)
+    return model_worker(TINY, CONFIG, load_weights(TINY, device), device)
 
 
 def generate(worker: Worker, runs: list[Run], num: int) -> tuple[list[list[int]], np.ndarray]:
@@ -77,7 +78,7 @@ def test_copies_run_between_the_forwards(worker: Worker, device: SteppedCpuDevic
     assert device.log == [("compute", "forward step 1"), ("copy", "copy_blocks step 2")]
     second.collect()
     assert device.log[2:] == [("compute", "forward step 2")]
-    assert torch.equal(worker.cache.keys(1)[5, :6], worker.cache.keys(1)[6, :6])
+    assert torch.equal(cache_of(worker).keys(1)[5, :6], cache_of(worker).keys(1)[6, :6])
     first.collect()
 
 
@@ -108,7 +109,8 @@ def test_operations_declare_their_blocks(
 
         def spy(fn, *, reads=(), writes=(), label="", submit=submit, **rest):  # type: ignore[no-untyped-def]
             ids = [
-                sorted({int(i) for array in arrays for i in array}) for arrays in (reads, writes)
+                sorted({int(i) for access in accesses if access.kind == KV for i in access.ids})
+                for accesses in (reads, writes)
             ]
             declared[label] = ids
             submit(fn, reads=reads, writes=writes, label=label, **rest)
@@ -130,8 +132,8 @@ def test_a_step_that_samples_nothing(worker: Worker) -> None:
     result = worker.submit_forward(step_plan([run], SIZE)).collect()
     assert result.token_ids.shape == result.logprobs.shape == (0,)
     assert (result.token_ids.dtype, result.logprobs.dtype) == (np.int32, np.float32)
-    assert worker.cache.keys(1)[1:3].count_nonzero(dim=(1, 2, 3)).tolist() == [512, 512]
-    assert worker.cache.keys(1)[3:].count_nonzero() == 0
+    assert cache_of(worker).keys(1)[1:3].count_nonzero(dim=(1, 2, 3)).tolist() == [512, 512]
+    assert cache_of(worker).keys(1)[3:].count_nonzero() == 0
 
 
 def test_only_sampling_rows_come_back(worker: Worker) -> None:

@@ -84,7 +84,8 @@ def test_choices_complete(complete) -> None:
     assert complete("run", "x", "--free-order", "") == list(FREE_ORDERS)
     assert complete("compare", "x", "--release", "step,po") == ["step,polled"]
     assert "step,step" not in complete("compare", "x", "--release", "step,")
-    assert complete("run", "x", "--profile", "cpu-") == ["cpu-small", "cpu-tiny"]
+    assert complete("run", "x", "--profile", "cpu-s") == ["cpu-small"]
+    assert complete("env", "--geometry", "h200-") == ["h200-v41"]
     assert "cuda" in complete("run", "x", "--device", "")
     assert complete("diff", "a", "b", "--format", "m") == ["md"]
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
 from click.testing import CliRunner
 
 from bench.commands.env import command
+from deepinfer.errors import UserError
+from tests.bench.tiny import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -32,3 +35,69 @@ def test_text_has_a_line_per_fact_and_says_why_one_is_missing():
     assert lines["versions.numpy"]
     assert lines["gpu"] == "- (package nvidia-ml-py is not installed)"
     assert "None" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["cpu-tiny", "cpu-v4", "h200-v41"])
+def test_geometry_as_json(name: str):
+    """The whole cache as the profile has it; what adds up does."""
+    done = CliRunner().invoke(
+        command, ["--geometry", name, "--format", "json"], catch_exceptions=False
+    )
+    cache = json.loads(done.stdout)
+    assert cache["profile"] == name
+    assert sum(rows["bytes_per_block"] for rows in cache["paged"]) == cache["bytes_per_block"]
+    assert all(part["bytes"] == part["number"] * part["bytes_each"] for part in cache["pool"])
+    assert bool(cache["slot"]) == (name != "cpu-tiny") == (cache["bytes_per_slot"] > 0)
+
+
+def test_geometry_as_text():
+    """The figures of the served model, with layers that are alike on one line."""
+    done = CliRunner().invoke(command, ["--geometry", "h200-v41"], catch_exceptions=False)
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    for line in (
+        "bytes per token 890",
+        "bytes per block 113,920",
+        "of it stored 1,415,040",
+        "compressed 2, 8, 14 2 64 288 18,432",
+        "index 20 1 128 68 8,704",
+        "window ring 0-19 0 134 528 70,752 yes",
+        "window ring 20-39 1,415,040 134 528 70,752 no",
+        "ring positions, int64 all 2,916,192 134 8 1,072 no",
+    ):
+        assert line in lines
+
+
+def test_geometry_of_a_model_without_state():
+    """Keys and values, no slot, and why there is none."""
+    done = CliRunner().invoke(command, ["--geometry", "cpu-tiny"], catch_exceptions=False)
+    assert "bytes per slot   - (this family keeps no state beside its blocks)" in done.stdout
+    assert "state slots" not in done.stdout
+    assert "regions of a slot" not in done.stdout
+
+
+def test_geometry_of_a_profile_that_is_not_there():
+    """The nearest name, as everywhere."""
+    with pytest.raises(UserError, match="cpu-v41"):
+        CliRunner().invoke(command, ["--geometry", "cpu-v42"], catch_exceptions=False)
+
+
+def test_sizing_as_json():
+    """The waterfall, what the model needs, and what the profile asks for.
+
+    In a process of its own, whose memory is not that of the tests before: its steps do hold some.
+    """
+    args = [sys.executable, "cli.py", "env", "--sizing", "cpu-tiny", "--format", "json"]
+    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, check=True)
+    sizing = json.loads(done.stdout)
+    assert 0 < sizing["needs"]["peak_activation"] < 300 * 2**20
+    assert sum(line["bytes"] for line in sizing["lines"]) == sizing["bytes_for_blocks"]
+    assert sizing["num_blocks"] == sizing["bytes_for_blocks"] // sizing["needs"]["bytes_per_block"]
+    assert sizing["num_blocks_of_profile"] == 257
+
+
+def test_geometry_and_sizing_are_two_questions():
+    """One at a time."""
+    with pytest.raises(UserError, match="expected one of the two"):
+        CliRunner().invoke(
+            command, ["--geometry", "cpu-tiny", "--sizing", "cpu-tiny"], catch_exceptions=False
+        )

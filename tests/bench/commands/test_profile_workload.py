@@ -10,9 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from bench.commands import main, profile, profile_workload
+from bench.probes.check_cost import CheckCost, CheckProfile
 from bench.probes.memory import MemoryProfile, MemorySample
 from bench.probes.step import PolicyFacts, StepProfile, StepRow
 from bench.stats import Estimate, Interval
+from deepinfer.errors import UserError
 
 COMMON = ("fork-batch", "--profile", "cpu-tiny", "--scale-lengths", "0.05")
 STEP = StepProfile(
@@ -139,3 +141,33 @@ def test_bad_input_is_one_line_and_exit_code_2(args, named, capsys):
     assert captured.out == ""
     assert all(text in captured.err for text in named)
     assert all(line.startswith("hint:") for line in captured.err.splitlines()[1:])
+
+
+def test_the_price_of_checkers_as_text_and_json(monkeypatch):
+    """A row per choice with its ratio and interval; something found ends it with exit code 1."""
+    asked = []
+
+    def costs(resolved, names, *, num_rounds, on_probe):
+        asked.append((resolved.engine.release, tuple(names), num_rounds))
+        ratio = Estimate(1.02, Interval(1.01, 1.03), 0.98, 9)
+        rows = (CheckCost("off", 1000.0, None, 0, 0), CheckCost("tags", 1020.0, ratio, 2, 0))
+        return CheckProfile(rows, "cpu", num_rounds, ())
+
+    monkeypatch.setattr("bench.probes.check_cost.profile_checks", costs)
+    options = ("--check", "tags,order", "--release", "polled", "-r", "9")
+    done = run_profile("step", *COMMON, *options)
+    assert done.exit_code == 1
+    assert asked == [("polled", ("tags", "order"), 9)]
+    figures = " ".join(done.output.splitlines()[3].split())
+    assert figures == "tags 1020.0 1.020 1.010 to 1.030 2"
+    assert "98% confidence" in done.output
+    document = json.loads(run_profile("step", *COMMON, *options, "--format", "json").output)
+    assert document["rows"][0]["ratio"] is None
+    assert document["rows"][1]["ratio_low"] == 1.01
+    assert document["num_rounds"] == 9
+
+
+def test_off_is_nothing_to_measure():
+    """One line, before anything runs."""
+    with pytest.raises(UserError, match="--check off: nothing to measure"):
+        run_profile("step", *COMMON, "--check", "off")

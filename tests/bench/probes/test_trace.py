@@ -191,8 +191,8 @@ def test_counters_account_for_the_pool(trace):
 
 
 def test_a_file_that_cannot_be_written_is_one_line(trace, tmp_path):
-    """Naming the flag and the path."""
-    with pytest.raises(UserError, match=f"-o {tmp_path}: "):
+    """Naming the path."""
+    with pytest.raises(UserError, match=f"{tmp_path}: is a folder"):
         trace.write(tmp_path)
 
 

@@ -15,7 +15,8 @@ def test_every_line_of_the_grid_has_every_column(comparison):
     assert len({line.count("|") for line in grid}) == 1
     assert "| early UNSAFE |" in text
     assert "3 WRONG" in text
-    assert "- (1) nvml: no usable NVIDIA driver" in text
+    assert "- (1) checker tags was off" in text
+    assert "- (2) nvml: no usable NVIDIA driver" in text
 
 
 def test_values_cannot_break_the_grid(synthetic):

@@ -20,8 +20,7 @@ from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.errors import UserError
 from deepinfer.models.hf_config import model_config_from_folder
 from deepinfer.models.weights import interleave, load_weights
-from deepinfer.worker import Worker
-from tests.deepinfer.step_plans import TINY, Run, step_plan
+from tests.deepinfer.step_plans import TINY, Run, model_worker, step_plan
 
 CPU_SMALL = ModelConfig(8, 512, 8, 4, 64, 1536, 8192)
 
@@ -212,7 +211,7 @@ def test_outputs_are_diverse(num_prompt: int, temperature: float, device: Steppe
     """Of 64 tokens generated after each of 8 random prompts, no token is more than a tenth."""
     size, num = 64, 8
     blocks = -(-(num_prompt + 64) // size)
-    worker = Worker(
+    worker = model_worker(
         TINY,
         EngineConfig(block_size=size, num_blocks=num * blocks + 1, max_model_len=2048),
         load_weights(TINY, device),

@@ -1,0 +1,1 @@
+"""Dense forwards: whole sequences at once, without paging, sharing, chunks or caches."""

@@ -1,0 +1,156 @@
+"""The network of a step for hybrid models: block and slot pools, forward pass and sampling.
+
+Knows nothing of streams, events, requests or who owns a block or slot. Implements `worker.Runner`.
+Invariant: `copy_blocks`, `copy_states` and `forward` touch the rows and slots their arguments name,
+and no others; a ring row with another tag than the position wanted is counted and never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer.cache_engine import free_bytes, gib
+from deepinfer.config import EngineConfig
+from deepinfer.device.base import Device, Readback
+from deepinfer.errors import UserError
+from deepinfer.models.hybrid.cache import HybridCache
+from deepinfer.models.hybrid.geometry import Geometry
+from deepinfer.models.hybrid.layer_plan import HybridConfig
+from deepinfer.models.hybrid.layout import Layouts, RingTags
+from deepinfer.models.hybrid.network import HybridNetwork
+from deepinfer.models.hybrid.weights import HybridWeights
+from deepinfer.plan import Int32, Int64, StepPlan, WrongRows
+from deepinfer.sampling import sample
+from deepinfer.sizing import num_state_slots
+from deepinfer.worker import StepReadback
+
+MAX_SHOWN = 8  # of the wrong rows of a step
+
+
+def check_pools_fit(model_config: HybridConfig, config: EngineConfig, device: Device) -> None:
+    """Raise UserError, with both numbers, if blocks and slots need more than the device has free.
+
+    Asked for beforehand: Linux grants the CPU memory it has not got, and ends the process that
+    uses it.
+    """
+    free = free_bytes(device)
+    geometry, num_slots = (
+        Geometry.of(model_config, config.block_size),
+        num_state_slots(config.max_num_seqs),
+    )
+    needed = config.num_blocks * geometry.bytes_per_block + num_slots * geometry.bytes_per_slot
+    if free is not None and needed > free:
+        raise UserError(
+            f"out of memory for {config.num_blocks} blocks and {num_slots} state slots: "
+            f"{gib(needed)} needed, {gib(free)} free on device {device.name!r}",
+            hint=f"a block takes {geometry.bytes_per_block} bytes, a slot "
+            f"{geometry.bytes_per_slot}: less of num_blocks or max_num_seqs",
+        )
+
+
+class HybridRunner:
+    """A hybrid network over its two pools.
+
+    Args:
+        weights: on `device`, of the shapes `model_config` says.
+
+    Attributes:
+        cache: both pools.
+        network: the layers.
+    """
+
+    def __init__(
+        self,
+        model_config: HybridConfig,
+        engine_config: EngineConfig,
+        weights: HybridWeights,
+        device: Device,
+    ) -> None:
+        geometry = Geometry.of(model_config, engine_config.block_size)
+        num_slots = num_state_slots(engine_config.max_num_seqs)
+        self.cache = device.run(
+            lambda: HybridCache(
+                model_config, geometry, engine_config.num_blocks, num_slots, device.torch_device
+            ),
+            label="block and slot pools",
+        )
+        self._device = device
+        self._layouts = Layouts(model_config, geometry, device)
+        self.network = device.run(
+            lambda: HybridNetwork(
+                model_config, weights, self.cache, device, engine_config.max_model_len
+            ),
+            label="pack weights",
+        )
+
+    def copy_blocks(self, pairs: Int32) -> None:
+        """Inside submitted work: see `worker.Runner`."""
+        self.cache.copy_blocks(self._device.upload(pairs))
+
+    def copy_states(self, pairs: Int32) -> None:
+        """Inside submitted work: see `worker.Runner`."""
+        self.cache.copy_states(self._device.upload(pairs))
+
+    def forward(self, plan: StepPlan) -> StepReadback:
+        """Inside submitted work: see `worker.Runner`."""
+        device = self._device
+        tokens = None
+        if len(plan.sample_seq):
+            tokens = (plan.query_start[1:][plan.sample_seq] - 1).astype(np.int64)
+        logits, wrong_rows = self.logits(plan, tokens)
+        if logits is None:
+            return StepReadback(wrong_rows=wrong_rows)
+        device.part("sampling")
+        token_ids, logprobs = sample(
+            logits, plan.temperature, plan.seeds, plan.sample_positions, device
+        )
+        return StepReadback(device.download(token_ids), device.download(logprobs), wrong_rows)
+
+    @torch.inference_mode()
+    def logits(
+        self, plan: StepPlan, tokens: Int64 | None
+    ) -> tuple[Tensor | None, Callable[[], WrongRows]]:
+        """Inside submitted work: compute a step.
+
+        Args:
+            tokens: int64 [M], which of the step's tokens' logits are wanted; None if none are.
+
+        Returns:
+            Logits [M, vocab_size], None without `tokens`; and what gives the ring rows that did not
+            hold the position wanted, once the step is done.
+        """
+        layout = self._layouts.of(plan)
+        self._layouts.add_tiles(layout, plan, self.cache)
+        found = None
+        if layout.tags:
+            found = self._device.download(torch.cat(layout.found_tags))
+        rows = None if tokens is None else self._device.upload(tokens)
+        return self.network.forward(layout, rows), _RingCheck(layout.tags, found)
+
+
+class _RingCheck:
+    """Gives the ring rows that did not hold the position a step wanted, once the step is done."""
+
+    def __init__(self, reads: list[RingTags], found: Readback | None) -> None:
+        self._reads, self._found = reads, found
+
+    def __call__(self) -> WrongRows:
+        none = np.empty(0, np.int32)
+        if self._found is None:
+            return WrongRows(0, none, none, np.empty(0, np.int64))
+        found = self._found.numpy()
+        seqs = np.concatenate([read.seqs for read in self._reads])
+        wanted = np.concatenate([read.wanted for read in self._reads])
+        wrong = np.concatenate([read.read for read in self._reads]) & (found != wanted + 1)
+        index, row = wrong.nonzero()
+        first = slice(MAX_SHOWN)
+        return WrongRows(
+            len(index),
+            seqs[index[first]].astype(np.int32),
+            wanted[index, row][first].astype(np.int32),
+            found[index, row][first].astype(np.int64),
+        )

@@ -1,0 +1,314 @@
+"""The parts of a hybrid network that work token by token, and the pooling of compressed rows.
+
+Rotary embedding, hyper-connections, mixture of experts, Engram, compressor. Arithmetic is in
+float32 where the model says so, and in float64 throughout if the weights are float64 (`wide`).
+
+Knows nothing of blocks, rings or steps' layouts. Invariant: what a token gets depends on its own
+row, or on the rows it is given, alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.device.base import Device
+from deepinfer.models.hybrid.layer_plan import Compressor, HybridConfig, Yarn
+from deepinfer.models.hybrid.selection import top_indices
+from deepinfer.models.hybrid.weights import (
+    CompressorWeights,
+    EngramWeights,
+    MixWeights,
+    MoeWeights,
+)
+
+Linear = Callable[[Tensor], Tensor]
+Record = Callable[[str, "slice | Tensor", Tensor], None]
+"""Takes a name, which of the step's tokens, and a value of each of these; for tests."""
+
+ALL = slice(None)
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in at least float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def linear_of(device: Device, weight: Tensor) -> Linear:
+    """`x -> x @ weight.T` for x [rows, in], in the weight's dtype; contiguous."""
+    multiply, dtype = device.linear(weight), weight.dtype
+
+    def linear(x: Tensor) -> Tensor:
+        result: Tensor = multiply(x.to(dtype)).contiguous()
+        return result
+
+    return linear
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x * rsqrt(mean(x^2) + eps) [* weight] over the last dimension."""
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+# -- rotary embedding ----------------------------------------------------------------------------
+
+
+def frequencies(dim: int, base: float, yarn: Yarn | None) -> Tensor:
+    """float32 [dim / 2]: base^(-2i / dim), and with `yarn` the slow ones divided by its factor.
+
+    The ramp lies between the pairs that turn `beta_fast` and `beta_slow` times within the original
+    context (YaRN, arXiv:2309.00071, section 3.2).
+    """
+    plain = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if yarn is None:
+        return plain
+
+    def pair_that_turns(times: float) -> float:
+        turns = yarn.original_max_position_embeddings / (2 * math.pi * times)
+        return dim * math.log(turns) / (2 * math.log(base))
+
+    low = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(yarn.beta_slow)), dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    ramp.clamp_(0, 1)
+    return plain / yarn.factor * ramp + plain * (1 - ramp)
+
+
+def rope_table(freqs: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
+    """exp(i * position * frequency), complex [num_positions, dim / 2], of `dtype` parts."""
+    angles = torch.arange(num_positions, dtype=dtype)[:, None] * freqs.to(dtype)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotate_(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate the last dims of `x`, in place: pairs (0, 1), (2, 3), ... of the last 2 * r.
+
+    Args:
+        x: [..., dim], contiguous in its last dimension.
+        rope: complex [..., r], broadcast against `x`.
+    """
+    tail = x[..., -2 * rope.shape[-1] :]
+    if x.dtype in (torch.float32, torch.float64):
+        torch.view_as_complex(_pairs(tail)).mul_(rope)
+    else:  # 16-bit floats have no complex form
+        rotated = torch.view_as_complex(_pairs(tail.float())) * rope
+        tail.copy_(torch.view_as_real(rotated).flatten(-2))
+    return x
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:-1], -1, 2)
+
+
+# -- hyper-connections ---------------------------------------------------------------------------
+
+
+class Mix:
+    """The weights by which a sublayer reads and writes the S residual streams (mHC)."""
+
+    def __init__(self, config: HybridConfig, weights: MixWeights, device: Device) -> None:
+        streams = config.hc_mult
+        self._streams = streams
+        self._fn = linear_of(device, weights.fn)
+        sizes = [streams, streams, streams * streams]
+        scales = [scale.expand(size) for scale, size in zip(weights.scale, sizes, strict=True)]
+        self._scale, self._base = torch.cat(scales), weights.base
+        self._norm_eps, self._eps = config.rms_norm_eps, config.hc_eps
+        self._iterations = config.hc_sinkhorn_iters
+        # Sinkhorn divides by sums of rows and of columns. As products with these [S*S, S*S]
+        # matrices of 0 and 1 each sum comes out broadcast, in one small operation.
+        one = torch.ones(streams, streams, dtype=weights.fn.dtype, device=weights.fn.device)
+        eye = torch.eye(streams, dtype=one.dtype, device=one.device)
+        self._row_sums, self._column_sums = torch.kron(eye, one), torch.kron(one, eye)
+        self._epsilons = one.new_full((streams * streams,), self._eps)
+
+    def __call__(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of `streams` [T, S, D]: pre [T, S], post [T, S], comb [T, S, S]; at least float32."""
+        num = self._streams
+        mixed = self._fn(rms_norm(wide(streams.flatten(1)), None, self._norm_eps))
+        mixed = torch.addcmul(self._base, mixed, self._scale)
+        pre = torch.sigmoid(mixed[:, :num]).add_(self._eps)
+        post = torch.sigmoid(mixed[:, num : 2 * num]).mul_(2)
+        comb = mixed[:, 2 * num :].view(-1, num, num).softmax(-1).flatten(1).add_(self._eps)
+        sums = torch.empty_like(comb)
+        for half in range(2 * self._iterations - 1):
+            which = self._row_sums if half % 2 else self._column_sums
+            comb.div_(torch.addmm(self._epsilons, comb, which, out=sums))
+        return pre, post, comb.view(-1, num, num)
+
+
+class HeadMix:
+    """V4's collapse of the streams before the head."""
+
+    def __init__(self, config: HybridConfig, weights: MixWeights, device: Device) -> None:
+        self._weights = weights
+        self._fn = linear_of(device, weights.fn)
+        self._norm_eps, self._eps = config.rms_norm_eps, config.hc_eps
+
+    def __call__(self, streams: Tensor) -> Tensor:
+        """pre [T, S] of `streams` [T, S, D]."""
+        mixed = self._fn(rms_norm(wide(streams.flatten(1)), None, self._norm_eps))
+        return torch.sigmoid(mixed * self._weights.scale + self._weights.base) + self._eps
+
+
+def collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    """sum_i pre_i * stream_i: [T, D] of `streams` [T, S, D] and `pre` [T, S]."""
+    return torch.bmm(pre[:, None], wide(streams))[:, 0].to(streams.dtype)
+
+
+def expand(streams: Tensor, post: Tensor, comb: Tensor, y: Tensor) -> Tensor:
+    """New streams: post_k * y + sum_j comb[j, k] * stream_j."""
+    mixed = torch.bmm(comb.mT, wide(streams))
+    return torch.addcmul(mixed, post[..., None], wide(y)[:, None]).to(streams.dtype)
+
+
+# -- mixture of experts --------------------------------------------------------------------------
+
+
+class Moe:
+    """k routed experts of each token, and the shared one."""
+
+    def __init__(self, config: HybridConfig, weights: MoeWeights, device: Device) -> None:
+        self._router = linear_of(device, weights.router)
+        self._bias, self._tid2eid = weights.bias, weights.tid2eid
+        self._num_chosen = config.num_experts_per_tok
+        self._scaling, self._limit = config.routed_scaling_factor, config.swiglu_limit
+        # The shared expert is one more, which every token has with weight 1.
+        gates = [*weights.w1, weights.shared_w1]
+        ups, downs = [*weights.w3, weights.shared_w3], [*weights.w2, weights.shared_w2]
+        pairs = zip(gates, ups, strict=True)
+        self._gate_up = [device.linear(torch.cat(pair)) for pair in pairs]
+        self._down = [device.linear(weight.contiguous()) for weight in downs]
+
+    def __call__(self, x: Tensor, token_ids: Tensor, record: Record | None) -> Tensor:
+        """[T, D] of `x` [T, D]; `token_ids` int64 [T] choose the experts where a table does."""
+        experts, weights = self._route(x, token_ids)
+        if record is not None:
+            record("experts", ALL, experts)
+            record("expert_weights", ALL, weights)
+        order = experts.flatten().argsort(stable=True)
+        counts = torch.bincount(experts.flatten(), minlength=len(self._down) - 1).tolist()
+        counts.append(len(x))
+        tokens = torch.cat((order // experts.shape[1], torch.arange(len(x), device=x.device)))
+        gains = torch.cat((weights.flatten()[order], weights.new_ones(len(x))))
+        parts = torch.split(x.index_select(0, tokens), counts)
+        used = [number for number, count in enumerate(counts) if count]
+        gate_up = torch.cat([self._gate_up[number](parts[number]) for number in used])
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = wide(gate.clamp(max=self._limit)), wide(up.clamp(-self._limit, self._limit))
+        inner = torch.split(F.silu(gate).mul_(up).mul_(gains[:, None]).to(x.dtype), counts)
+        out = torch.cat([self._down[number](inner[number]) for number in used])
+        total = torch.zeros_like(wide(x)).index_add_(0, tokens, wide(out))
+        return total.to(x.dtype)
+
+    def _route(self, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts int64 [T, k], and their weights [T, k]."""
+        scores = F.softplus(wide(self._router(x))).sqrt()
+        if self._tid2eid is not None:
+            experts = self._tid2eid.index_select(0, token_ids)
+        else:
+            assert self._bias is not None
+            experts = top_indices(scores + self._bias, self._num_chosen)
+        chosen = scores.gather(1, experts)
+        return experts, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * self._scaling
+
+
+# -- Engram --------------------------------------------------------------------------------------
+
+
+class EngramLayer:
+    """What the n-grams that end in a token add to its streams (V4.1)."""
+
+    def __init__(self, config: HybridConfig, weights: EngramWeights, device: Device) -> None:
+        assert config.engram is not None
+        self._weights = weights
+        self._wkv = linear_of(device, weights.wkv)
+        self._qk_weight = wide(weights.q_weight) * wide(weights.k_weight)
+        self._eps = config.rms_norm_eps
+        self._heads = config.engram.num_heads
+
+    def __call__(self, streams: Tensor, ids: Tensor, record: Record | None) -> Tensor:
+        """New streams of `streams` [T, S, D]; `ids` int64 [T, n]: the own one and those before."""
+        rows = self._hashes(ids)
+        embedded = F.embedding(rows, self._weights.embed).flatten(1)
+        key_value = wide(self._wkv(embedded)).view(len(ids), -1, streams.shape[-1])
+        keys, value = key_value[:, :-1], key_value[:, -1:]
+        wide_streams = wide(streams)
+        dots = (wide_streams * self._qk_weight * keys).sum(-1)
+        for x in (wide_streams, keys):
+            dots = dots * torch.rsqrt(x.square().mean(-1) + self._eps)
+        dots = dots * streams.shape[-1] ** -0.5
+        gate = torch.sigmoid(dots.sign() * dots.abs().clamp(min=1e-6).sqrt())
+        if record is not None:
+            record("engram_hash", ALL, rows)
+            record("engram_gate", ALL, gate)
+        return (wide_streams + gate[..., None] * value).to(streams.dtype)
+
+    def _hashes(self, ids: Tensor) -> Tensor:
+        """Rows of the table, int64 [T, columns]: n-gram size outer, head inner."""
+        products = ids * self._weights.multipliers
+        mixed, hashes = products[:, 0], []
+        for back in range(1, ids.shape[1]):
+            mixed = mixed ^ products[:, back]
+            hashes.append(mixed)
+        columns = torch.stack(hashes, 1).repeat_interleave(self._heads, dim=1)
+        return columns % self._weights.primes + self._weights.offsets
+
+
+# -- compressor ----------------------------------------------------------------------------------
+
+
+class Pool:
+    """How the projections of a group's tokens become one normalised row of `dim` elements."""
+
+    def __init__(
+        self, plan: Compressor, weights: CompressorWeights, eps: float, device: Device
+    ) -> None:
+        self._plan = plan
+        self._norm, self._eps = weights.norm, eps
+        self._dtype = weights.wkv.dtype
+        self._bias = None
+        if weights.wgate is None:
+            self._project = linear_of(device, weights.wkv)
+            return
+        # Gated pools are projected, kept and summed in at least float32.
+        self._project = linear_of(device, wide(torch.cat((weights.wkv, weights.wgate))))
+        if weights.bias is not None:
+            bias = wide(weights.bias)
+            self._bias = torch.cat((torch.zeros_like(bias), bias), 1)
+
+    def project(self, x: Tensor, phases: Tensor) -> Tensor:
+        """Of each token what its groups pool: [T, kv | gate] of `x` [T, D].
+
+        `phases` int64 [T]: place of the token in its group, of the gate's bias.
+        """
+        projected = self._project(x)
+        if self._bias is not None:
+            projected = projected + self._bias.index_select(0, phases)
+        return projected
+
+    def pool(self, members: Tensor, missing: Tensor | None) -> Tensor:
+        """Rows [C, dim] of `members` [C * span, kv | gate]; `missing`: which of these count for
+        nothing."""
+        if self._plan.gated:
+            members = self._weighted(members, missing)
+        return rms_norm(members.to(self._dtype), self._norm, self._eps)
+
+    def _weighted(self, members: Tensor, missing: Tensor | None) -> Tensor:
+        """Per channel, the mean of kv weighted by softmax(gate) over a group: [C, dim]."""
+        ratio, overlap = self._plan.ratio, self._plan.overlap
+        if missing is not None:
+            members[:, members.shape[1] // 2 :].index_fill_(0, missing, -torch.inf)
+            members[:, : members.shape[1] // 2].index_fill_(0, missing, 0)
+        groups = members.view(-1, ratio * (1 + overlap), members.shape[1])
+        kv, gate = groups.chunk(2, dim=-1)
+        if overlap:  # the first series of the group before, the second of the group itself
+            dim = kv.shape[-1] // 2
+            kv = torch.cat((kv[:, :ratio, :dim], kv[:, ratio:, dim:]), 1)
+            gate = torch.cat((gate[:, :ratio, :dim], gate[:, ratio:, dim:]), 1)
+        row: Tensor = (kv * gate.softmax(1)).sum(1)
+        return row

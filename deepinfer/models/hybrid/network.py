@@ -1,0 +1,186 @@
+"""A hybrid network over its cache: the tokens of one step in, logits out.
+
+    embed -> S streams -> [ Engram, attention, experts ] x layers -> collapse -> norm -> head
+
+A sublayer reads one mixture of the streams and writes to all of them. V4 reads by the mix it has
+just computed; V4.1 by that of the sublayer before, the first one reads stream 0 alone.
+
+Knows nothing of requests, streams of a device or sampling. Invariant: a token's logits depend on
+its own sequence only, and not on how its tokens were spread over steps, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer.device.base import Device
+from deepinfer.models.hybrid.attention import LayerAttention, Published
+from deepinfer.models.hybrid.cache import HybridCache
+from deepinfer.models.hybrid.geometry import IDS
+from deepinfer.models.hybrid.layer_plan import HybridConfig, Layer
+from deepinfer.models.hybrid.layers import (
+    ALL,
+    EngramLayer,
+    HeadMix,
+    Mix,
+    Moe,
+    Record,
+    collapse,
+    expand,
+    frequencies,
+    linear_of,
+    rms_norm,
+    rope_table,
+    wide,
+)
+from deepinfer.models.hybrid.layout import StepLayout
+from deepinfer.models.hybrid.weights import HybridWeights, LayerWeights
+
+Recorder = Callable[[int, str, "slice | Tensor", Tensor], None]
+"""A `Record` of every layer: the layer's number comes first."""
+
+
+class HybridNetwork:
+    """Forward pass of one step.
+
+    Args:
+        weights: on `device`, of the shapes `config` says.
+        max_positions: the longest a sequence can be.
+
+    Attributes:
+        recorder: told what each layer chose; None (tests set it).
+    """
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        weights: HybridWeights,
+        cache: HybridCache,
+        device: Device,
+        max_positions: int,
+    ) -> None:
+        self.recorder: Recorder | None = None
+        self._config, self._weights, self._cache = config, weights, cache
+        ropes = _rope_tables(config, weights, max_positions)
+        self._layers = [
+            _LayerNetwork(config, layer, of_layer, ropes[layer.ratio > 0], cache, device)
+            for layer, of_layer in zip(config.layers, weights.layers, strict=True)
+        ]
+        self._head = linear_of(device, weights.head)
+        self._head_mix = None
+        if weights.hc_head is not None:
+            self._head_mix = HeadMix(config, weights.hc_head, device)
+
+    @torch.inference_mode()
+    def forward(self, layout: StepLayout, rows: Tensor | None) -> Tensor | None:
+        """Compute a step: its rows, keys and open groups go into the cache.
+
+        Args:
+            layout: of the step, with its tiles.
+            rows: int64 [M], tokens whose logits are wanted; None if none are.
+
+        Returns:
+            Logits [M, vocab_size]; None without `rows`.
+        """
+        config = self._config
+        embedded = F.embedding(layout.token_ids, self._weights.embed)
+        streams = embedded[:, None].repeat(1, config.hc_mult, 1)
+        pre = wide(streams.new_zeros(len(streams), config.hc_mult))
+        pre[:, 0] = 1
+        ids, published = self._ids(layout), Published()
+        for layer in self._layers:
+            streams, pre = layer.forward(streams, pre, ids, layout, published, self.recorder)
+        if rows is None:
+            return None
+        streams, pre = streams.index_select(0, rows), pre.index_select(0, rows)
+        if self._head_mix is not None:
+            pre = self._head_mix(streams)
+        last = rms_norm(collapse(streams, pre), self._weights.norm, config.rms_norm_eps)
+        logits: Tensor = self._head(last)
+        return logits
+
+    def _ids(self, layout: StepLayout) -> Tensor | None:
+        """Of each token the own compressed id and those before it, int64 [T, n]."""
+        engram, token_map = self._config.engram, self._weights.token_map
+        if engram is None or layout.ids is None or layout.kept_ids is None:
+            return None
+        assert token_map is not None
+        own = token_map.index_select(0, layout.token_ids)
+        kept, stored = layout.kept_ids, self._cache.region(IDS)
+        ids = layout.ids.gather(own[:, None], stored)[:, 0]
+        if layout.ids.missing is not None:
+            ids[layout.ids.missing] = token_map[engram.pad_id]
+        stored[kept.slots, kept.rows, 0] = own.index_select(0, kept.tokens)
+        return ids.view(len(own), -1)
+
+
+class _LayerNetwork:
+    """One layer."""
+
+    def __init__(
+        self,
+        config: HybridConfig,
+        layer: Layer,
+        weights: LayerWeights,
+        rope: Tensor,
+        cache: HybridCache,
+        device: Device,
+    ) -> None:
+        self._number = layer.index
+        self._eps, self._single_pass = config.rms_norm_eps, config.single_pass
+        self._norms = weights.attn_norm, weights.ffn_norm
+        self._mixes = Mix(config, weights.attn_mix, device), Mix(config, weights.ffn_mix, device)
+        self._attention = LayerAttention(config, layer, weights.attention, rope, cache, device)
+        self._moe = Moe(config, weights.moe, device)
+        self._engram = (
+            EngramLayer(config, weights.engram, device) if weights.engram is not None else None
+        )
+
+    def forward(
+        self,
+        streams: Tensor,
+        pre: Tensor,
+        ids: Tensor | None,
+        layout: StepLayout,
+        published: Published,
+        recorder: Recorder | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The streams behind the layer [T, S, D], and the mix its successor reads by [T, S]."""
+        record = self._record(recorder) if recorder is not None else None
+        if self._engram is not None and ids is not None:
+            streams = self._engram(streams, ids, record)
+
+        def attend(x: Tensor) -> Tensor:
+            return self._attention(x, layout, published, record)
+
+        def choose(x: Tensor) -> Tensor:
+            return self._moe(x, layout.token_ids, record)
+
+        for which, sublayer in enumerate((attend, choose)):
+            own_pre, post, comb = self._mixes[which](streams)
+            x = collapse(streams, pre if self._single_pass else own_pre)
+            y = sublayer(rms_norm(x, self._norms[which], self._eps))
+            streams, pre = expand(streams, post, comb, y), own_pre
+        if record is not None:
+            record("streams", ALL, streams)
+        return streams, pre
+
+    def _record(self, recorder: Recorder) -> Record:
+        def record(name: str, tokens: slice | Tensor, value: Tensor) -> None:
+            recorder(self._number, name, tokens, value)
+
+        return record
+
+
+def _rope_tables(config: HybridConfig, weights: HybridWeights, num: int) -> tuple[Tensor, Tensor]:
+    """Of layers without a ratio, and with one."""
+    dim = config.qk_rope_head_dim
+    plain = frequencies(dim, config.rope_theta, None)
+    scaled = frequencies(dim, config.compress_rope_theta, config.yarn)
+    dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    device = weights.embed.device
+    return rope_table(plain, num, dtype).to(device), rope_table(scaled, num, dtype).to(device)

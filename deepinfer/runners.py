@@ -1,0 +1,56 @@
+"""The runner of a model: each family's network, by the type of its configuration.
+
+Knows nothing of requests and streams. Invariant: this is the only place that asks which family a
+model is.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from deepinfer.cache_engine import check_pool_fits
+from deepinfer.config import EngineConfig, ModelConfig
+from deepinfer.device.base import Device
+from deepinfer.hybrid_runner import HybridRunner, check_pools_fit
+from deepinfer.model_runner import ModelRunner
+from deepinfer.models.hybrid.layer_plan import HybridConfig
+from deepinfer.models.hybrid.loading import draw_weights
+from deepinfer.models.hybrid.weights import HybridWeights
+from deepinfer.models.weights import Qwen3Weights, load_weights
+
+Model: TypeAlias = ModelConfig | HybridConfig
+Weights: TypeAlias = Qwen3Weights | HybridWeights
+
+
+def load_model(model: Model, device: Device) -> Weights:
+    """Inside submitted work: the weights `model` names, on `device`. Raises as the loaders do."""
+    if isinstance(model, HybridConfig):
+        dtype: torch.dtype = getattr(torch, model.dtype)
+        return draw_weights(model, dtype, device.torch_device)
+    return load_weights(model, device)
+
+
+def check_fits(model: Model, config: EngineConfig, device: Device) -> None:
+    """Raise UserError if the pools of `config` need more memory than the device has free."""
+    if isinstance(model, HybridConfig):
+        check_pools_fit(model, config, device)
+    else:
+        check_pool_fits(model, config.num_blocks, config.block_size, device)
+
+
+def make_runner(
+    model: Model, config: EngineConfig, weights: Weights, device: Device, *, tags: bool
+) -> ModelRunner | HybridRunner:
+    """The network of `model` with its pools.
+
+    Args:
+        weights: on `device`, those of `model`.
+        tags: keep a tag beside each row, and compare those of the rows a step reads.
+    """
+    if isinstance(model, HybridConfig):
+        assert isinstance(weights, HybridWeights), "weights of another family"
+        return HybridRunner(model, config, weights, device)
+    assert isinstance(weights, Qwen3Weights), "weights of another family"
+    return ModelRunner(model, config, weights, device, tags=tags)

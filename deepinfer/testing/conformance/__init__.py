@@ -1,0 +1,1 @@
+"""Any project's block manager put through named invariants."""

@@ -1,0 +1,1 @@
+"""Every order of events of a small engine: scenarios, search, shrinking, files."""

@@ -1,0 +1,15 @@
+"""Planted faults: engines that do one thing wrong, and the harness that watches who notices.
+
+`FAULTS` has all of them by name. Never imported by the engine.
+"""
+
+from deepinfer.testing.faults.computed import COMPUTED
+from deepinfer.testing.faults.harness import ENGINE, MAX_STEPS, Outcome, run_trial
+from deepinfer.testing.faults.ownership import OWNERSHIP
+from deepinfer.testing.faults.planned import PLANNED
+from deepinfer.testing.faults.plant import Fault, FaultList
+from deepinfer.testing.faults.queued import QUEUED
+
+FAULTS = FaultList({**OWNERSHIP, **PLANNED, **QUEUED, **COMPUTED})
+
+__all__ = ["ENGINE", "FAULTS", "MAX_STEPS", "Fault", "Outcome", "run_trial"]

@@ -1,0 +1,108 @@
+"""One scenario, one fault or none, all checkers: who found something, and at which step.
+
+Knows nothing of what the faults do. Invariant: an engine with a fault is made, driven and watched
+exactly as a clean one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from deepinfer.device.cpu import SteppedCpuDevice
+from deepinfer.engine import LLMEngine
+from deepinfer.models.weights import Qwen3Weights, load_weights
+from deepinfer.observer import Observer
+from deepinfer.testing.faults.plant import Fault
+from deepinfer.testing.faults.pool_rows import PoolRows
+from deepinfer.testing.faults.scenario import CONFIG, MODEL, Scenario
+from deepinfer.testing.transfers import Transfers
+
+MAX_STEPS = 100
+ENGINE = "engine"  # the column of what the engine itself refused
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one run.
+
+    Attributes:
+        num_steps: steps it had, at most those it was allowed.
+        first: by checker, and `engine` for an exception: the step at which it first found
+            something.
+        messages: the same, what it was.
+        tokens: what each request that has finished said.
+    """
+
+    num_steps: int
+    first: dict[str, int]
+    messages: dict[str, str]
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+
+
+@cache
+def _weights() -> Qwen3Weights:
+    return load_weights(MODEL, SteppedCpuDevice())
+
+
+def run_trial(
+    fault: Fault | None,
+    seed: int,
+    *,
+    release: str | None = None,
+    transfers: bool = True,
+    max_steps: int = MAX_STEPS,
+    stop_at_first: bool = False,
+    observers: tuple[Observer, ...] = (),
+) -> Outcome:
+    """Run the scenario of `seed` until every checker found something, or `max_steps`.
+
+    Args:
+        release: the policy, instead of the fault's own.
+        transfers: whether a client loads and saves blocks beside the engine.
+        stop_at_first: stop as soon as one checker found something.
+        observers: told of everything as well.
+    """
+    settings = dict(fault.settings) if fault else {}
+    if release is not None:
+        settings["release"] = release
+    device = SteppedCpuDevice()
+    with LLMEngine(
+        MODEL,
+        replace(CONFIG, **settings),
+        device=device,
+        weights=_weights(),
+        observers=observers,
+    ) as engine:
+        if fault is not None:
+            fault.plant(engine)
+        client = Transfers(engine, PoolRows(engine)) if transfers else None
+        scenario = Scenario(engine, device, seed, client)
+        return _drive(engine, scenario, client, max_steps, stop_at_first)
+
+
+def _drive(
+    engine: LLMEngine,
+    scenario: Scenario,
+    client: Transfers | None,
+    max_steps: int,
+    stop_at_first: bool,
+) -> Outcome:
+    num_checkers = 1 if stop_at_first else len(CONFIG.checks.split("+"))
+    first, messages, num_steps, wrong_rows = dict[str, int](), dict[str, str](), 0, 0
+    while num_steps < max_steps and len(engine.findings.counts) < num_checkers:
+        num_steps += 1
+        try:
+            scenario.step()
+        except Exception as error:  # whatever a fault leads to
+            first[ENGINE] = engine.scheduler.num_steps
+            messages[ENGINE] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            break
+        if client is not None and client.wrong_rows > wrong_rows:
+            count = client.wrong_rows - wrong_rows
+            step, wrong_rows = engine.scheduler.num_steps, client.wrong_rows
+            engine.findings.add("tags", step, f"a transfer read {count} rows of others", count)
+    for finding in engine.findings.first:
+        first.setdefault(finding.check, finding.step)
+        messages.setdefault(finding.check, finding.message)
+    return Outcome(num_steps, first, messages, scenario.tokens)

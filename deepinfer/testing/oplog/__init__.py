@@ -1,0 +1,1 @@
+"""The log of a run's blocks and events, and its replay with other choices."""

@@ -1,0 +1,131 @@
+"""A model of a network: it moves numbers that say which tokens a row stands for.
+
+The row of position p holds one number for the tokens 0 ... p, as a KV row holds what the network
+made of them. A step writes its rows, reads every row of its context, and derives the next token
+from what it found there: a wrong row shows up as a count, and as a wrong answer, as it would with a
+network. Implements `worker.Runner`. No torch.
+
+Knows nothing of who owns a block. Invariant: the same tokens give the same numbers and the same
+answers in every process and on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from deepinfer.plan import Float32, Int32, StepPlan
+from deepinfer.worker import StepReadback
+
+EMPTY = 0  # what a row holds that was never written; no tokens have this number
+_MASK = (1 << 61) - 1
+
+
+def extend(prefix: int, token: int) -> int:
+    """The number of a prefix with one token more; the empty prefix is `EMPTY`."""
+    return ((prefix * 6364136223846793005 + token * 2 + 1) & _MASK) or 1
+
+
+def prefixes(tokens: Iterable[int]) -> list[int]:
+    """What the rows of these tokens hold."""
+    rows, prefix = [], EMPTY
+    for token in tokens:
+        prefix = extend(prefix, token)
+        rows.append(prefix)
+    return rows
+
+
+def next_token(rows: Sequence[int], vocab_size: int) -> int:
+    """The token that follows a context, from all rows of it."""
+    mixed = 0
+    for row in rows:
+        mixed = (mixed * 31 + row) & _MASK
+    return (mixed ^ (mixed >> 29)) % vocab_size
+
+
+class _OnHost:
+    """Sampled tokens, or those that are to be said instead. Implements `base.Readback`."""
+
+    def __init__(self, runner: TokenRunner, token_ids: Int32) -> None:
+        self._runner = runner
+        self._token_ids = token_ids
+
+    def numpy(self) -> Int32:
+        said = self._runner.to_say
+        return self._token_ids if said is None else said
+
+
+class _Zeros:
+    """Log-probabilities of a model that has none. Implements `base.Readback`."""
+
+    def __init__(self, count: int) -> None:
+        self._values = np.zeros(count, np.float32)
+
+    def numpy(self) -> Float32:
+        return self._values
+
+
+class TokenRunner:
+    """A pool of rows, and steps over them.
+
+    Attributes:
+        rows: what each slot holds, [num_blocks * block_size].
+        wrong_rows: rows that a step read and that did not hold what belongs there.
+        to_say: tokens to answer with instead of the derived ones, int32 [M]; None = derived.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
+        self.rows = [EMPTY] * (num_blocks * block_size)
+        self.wrong_rows = 0
+        self.to_say: Int32 | None = None
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._truth: dict[int, list[list[int]]] = {}  # by step
+
+    def expect(self, step: int, truth: list[list[int]]) -> None:
+        """The rows that the sequences of a planned step must find, [S][context length]."""
+        self._truth[step] = truth
+
+    def slots(self, table: Sequence[int], num_rows: int) -> list[int]:
+        """Where the first `num_rows` rows of a table are."""
+        size = self._block_size
+        return [table[row // size] * size + row % size for row in range(num_rows)]
+
+    def count_wrong(self, table: Sequence[int], truth: list[int]) -> int:
+        """How many of a table's first rows do not hold `truth`."""
+        rows = self.rows
+        found = [rows[slot] for slot in self.slots(table, len(truth))]
+        return 0 if found == truth else sum(map(int.__ne__, found, truth))
+
+    def copy_blocks(self, pairs: Int32) -> None:
+        """Inside submitted work: see `worker.Runner`."""
+        size, rows = self._block_size, self.rows
+        contents = [rows[source * size : (source + 1) * size] for source, _ in pairs.tolist()]
+        for (_, target), content in zip(pairs.tolist(), contents, strict=True):
+            rows[target * size : (target + 1) * size] = content
+
+    def copy_states(self, pairs: Int32) -> None:
+        """Never called: these rows have no state beside them."""
+        raise AssertionError("no state slots")
+
+    def forward(self, plan: StepPlan) -> StepReadback:
+        """Inside submitted work: see `worker.Runner`."""
+        rows, truth = self.rows, self._truth.pop(plan.step)
+        lengths, starts = plan.context_lens.tolist(), plan.query_start.tolist()
+        slots = plan.slot_mapping.tolist()
+        for index, length in enumerate(lengths):
+            start, end = starts[index], starts[index + 1]
+            new = truth[index][length - (end - start) :]
+            for slot, row in zip(slots[start:end], new, strict=True):
+                rows[slot] = row
+        found = []
+        for table, expected in zip(plan.block_tables.tolist(), truth, strict=True):
+            found.append([rows[slot] for slot in self.slots(table, len(expected))])
+            if found[-1] != expected:
+                self.wrong_rows += sum(map(int.__ne__, found[-1], expected))
+        sampled = plan.sample_seq.tolist()
+        if not sampled:
+            return StepReadback()
+        tokens = [next_token(found[index], self._vocab_size) for index in sampled]
+        return StepReadback(_OnHost(self, np.array(tokens, np.int32)), _Zeros(len(tokens)))

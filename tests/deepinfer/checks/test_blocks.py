@@ -1,0 +1,72 @@
+"""A watched block manager does what it does, and tells."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from deepinfer.block_manager import BlockManager
+from deepinfer.checks.blocks import ObservedBlocks
+from deepinfer.errors import OutOfBlocksError, OwnershipError
+from deepinfer.observer import Observer
+
+
+class Log(Observer):
+    def __init__(self) -> None:
+        self.calls = []
+
+    def allocated(self, ids):
+        self.calls.append(("allocated", list(ids)))
+
+    def pinned(self, ids):
+        self.calls.append(("pinned", list(ids)))
+
+    def released(self, table, ids, fenced):
+        self.calls.append(("released", list(table), list(ids), fenced))
+
+    def lifted(self, ids):
+        self.calls.append(("lifted", list(ids)))
+
+
+@pytest.fixture
+def log():
+    return Log()
+
+
+@pytest.fixture
+def blocks(log):
+    return ObservedBlocks(BlockManager(6), log)
+
+
+def test_every_change_is_told_once_it_is_made(blocks, log):
+    """Releases with the table and the order it was visited in."""
+    table = blocks.allocate(2)
+    assert blocks.allocate_one() == 3
+    blocks.pin([1])
+    ids = blocks.release(table, fenced=True)
+    blocks.lift(ids)
+    assert log.calls == [
+        ("allocated", [1, 2]),
+        ("allocated", [3]),
+        ("pinned", [1]),
+        ("released", [1, 2], [2, 1], True),
+        ("lifted", [2, 1]),
+    ]
+
+
+def test_a_refused_call_is_not_told(blocks, log):
+    """Nothing has changed, so there is nothing to tell."""
+    with pytest.raises(OutOfBlocksError):
+        blocks.allocate(6)
+    for call in (blocks.pin, blocks.release, blocks.lift):
+        with pytest.raises(OwnershipError):
+            call([1])
+    assert not log.calls
+
+
+def test_what_is_not_watched_is_forwarded(blocks):
+    """Counters and verdicts are the manager's, and what it lacks is missing."""
+    blocks.allocate(2)
+    assert (blocks.num_free, blocks.num_held, blocks.discipline) == (3, 2, "fifo")
+    assert blocks.ref_counts(np.array([1, 5])).tolist() == [1, 0]
+    assert not hasattr(blocks, "no_such_thing")

@@ -1,0 +1,130 @@
+"""Planted faults: each changes something, each is found by a checker, none is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepinfer.names import CHECKS, RELEASE_POLICIES, UNSAFE_POLICIES
+from deepinfer.observer import CALLS, Observer
+from deepinfer.testing.faults import ENGINE, FAULTS, Outcome, run_trial
+
+SEEDS = range(8)
+DOCUMENT = Path(__file__).parents[4] / "docs" / "faults.md"
+UNFAULTY = "early-with-unordered-writer"  # a policy as it is, in the wrong company
+
+
+class Trace(Observer):
+    """Everything that an observer is told, in words that are the same in every run."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._numbers: dict[int, int] = {}
+        for name in CALLS:
+            setattr(self, name, self._note(name))
+
+    def _note(self, name: str) -> Callable[..., None]:
+        def note(*args: Any) -> None:
+            self.calls.append(f"{name} {[self._word(arg) for arg in args]}")
+
+        return note
+
+    def _word(self, arg: Any) -> str:
+        if isinstance(arg, int) and arg > 1 << 32:  # an event, known by its address
+            arg = f"event {self._numbers.setdefault(arg, len(self._numbers))}"
+        return str(arg.tolist() if isinstance(arg, np.ndarray) else arg)
+
+
+@cache
+def clean_run(release: str, seed: int) -> tuple[Outcome, list[str]]:
+    trace = Trace()
+    outcome = run_trial(None, seed, release=release, observers=(trace,))
+    assert release in UNSAFE_POLICIES or not outcome.first
+    return outcome, trace.calls
+
+
+def first_seed(name: str) -> int:
+    """The first seed in which a checker finds the fault."""
+    for seed in SEEDS:
+        if run_trial(FAULTS[name], seed, stop_at_first=True).first.keys() & set(CHECKS):
+            return seed
+    pytest.fail(f"nobody found {name}")
+
+
+def test_there_are_enough() -> None:
+    """At least 25 faults, each with a line that says what goes wrong and where it is from."""
+    assert len(FAULTS) >= 25
+    assert all(fault.what and fault.report for fault in FAULTS.values())
+    assert len({fault.what for fault in FAULTS.values()}) == len(FAULTS)
+
+
+def test_the_document_has_them_all() -> None:
+    """With the line that says what goes wrong, and the report."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for fault in FAULTS.values():
+        assert f"| `{fault.name}` | {fault.what} | {fault.report} |" in text
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_changes_the_run_and_is_found(name: str) -> None:
+    """Some checker finds it, and what happens is not what happens in a clean engine."""
+    seed, trace = first_seed(name), Trace()
+    outcome = run_trial(FAULTS[name], seed, observers=(trace,))
+    clean, calls = clean_run(FAULTS[name].settings.get("release", "deferred"), seed)
+    same_tokens = all(clean.tokens.get(i) == tokens for i, tokens in outcome.tokens.items())
+    if name != UNFAULTY:
+        assert trace.calls != calls[: len(trace.calls)] or not same_tokens
+
+
+@pytest.mark.parametrize("release", RELEASE_POLICIES)
+def test_the_clean_engine_is_silent(release: str) -> None:
+    """No checker finds anything in the scenarios of the faults, and the engine refuses nothing."""
+    alone = release in UNSAFE_POLICIES
+    for seed in range(2):
+        outcome = run_trial(None, seed, release=release, transfers=not alone)
+        assert outcome.first == {}, outcome.messages
+        assert outcome.num_steps == 100
+
+
+def test_a_fault_stays_in_its_engine() -> None:
+    """After every fault has been planted somewhere, a clean engine still does the same."""
+    before = Trace(), Trace()
+    run_trial(None, 0, max_steps=30, observers=(before[0],))
+    for fault in FAULTS.values():
+        run_trial(fault, 0, max_steps=2)
+    run_trial(None, 0, max_steps=30, observers=(before[1],))
+    assert before[0].calls == before[1].calls
+
+
+@pytest.mark.parametrize(
+    ("name", "finders"),
+    [
+        ("withheld-for-ever", {"conservation"}),
+        ("free-order-lost-when-withheld", {"conservation"}),
+        ("never-treated-as-later", {"conservation"}),
+        ("result-read-early", {"order"}),
+        ("tail-not-copied", {"tags", "conservation"}),
+        ("computed-count-kept", {"tags", "conservation"}),
+        ("staging-rewritten", {"tags", "order"}),
+        ("captured-with-old-table", {"tags"}),
+    ],
+)
+def test_no_checker_finds_what_it_cannot_see(name: str, finders: set[str]) -> None:
+    """Blindness is as documented: nobody else finds these, and at least one of them does."""
+    found = set[str]()
+    for seed in range(3):
+        found |= run_trial(FAULTS[name], seed, max_steps=60).first.keys() - {ENGINE}
+    assert found
+    assert found <= finders
+
+
+def test_an_exception_is_a_finding_of_the_engine() -> None:
+    """It ends the run and stands in a column of its own, with its message."""
+    outcome = run_trial(FAULTS["block-zero-in-the-pool"], 0)
+    assert outcome.num_steps < 100
+    assert outcome.messages[ENGINE].startswith("OwnershipError")

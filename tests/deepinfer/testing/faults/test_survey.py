@@ -1,0 +1,44 @@
+"""The rows of the table of faults: medians, and when a row passes."""
+
+from __future__ import annotations
+
+from deepinfer.names import RELEASE_POLICIES
+from deepinfer.testing.faults import ENGINE, FAULTS, Outcome
+from deepinfer.testing.faults.survey import _row, survey
+
+
+def test_a_figure_is_the_median_over_the_seeds_that_found_something() -> None:
+    """Seeds without a finding are counted, and leave the median alone."""
+    runs = [
+        Outcome(9, {"tags": 7}, {"tags": "first"}),
+        Outcome(9, {}, {}),
+        Outcome(9, {"tags": 3, "order": 2}, {"tags": "second", "order": "a"}),
+        Outcome(9, {"tags": 4}, {"tags": "third"}),
+    ]
+    row = _row("a-fault", "what", "report", False, runs)
+    assert row.num_seeds == 4
+    assert row.first_step == {"tags": 4, "order": 2}
+    assert row.num_found == {"tags": 3, "order": 1}
+    assert row.example == {"tags": "first", "order": "a"}
+
+
+def test_a_fault_passes_if_a_checker_found_it_and_a_clean_engine_if_nobody_did() -> None:
+    """What only the engine refuses is no detection, and with a clean engine a failure."""
+    silent = [Outcome(9, {}, {})]
+    refused = [Outcome(9, {ENGINE: 3}, {ENGINE: "no"})]
+    found = [Outcome(9, {"order": 3}, {"order": "yes"})]
+    passed = {
+        is_clean: [_row("", "", "", is_clean, runs).passed for runs in (silent, refused, found)]
+        for is_clean in (False, True)
+    }
+    assert passed == {False: [False, False, True], True: [True, False, False]}
+
+
+def test_clean_rows_come_first_one_for_each_policy() -> None:
+    """Then the faults that were asked for."""
+    rows = list(survey([FAULTS["staging-rewritten"]], 1))
+    assert [row.name for row in rows] == [
+        *(f"clean, {release}" for release in RELEASE_POLICIES),
+        "staging-rewritten",
+    ]
+    assert all(row.passed for row in rows)

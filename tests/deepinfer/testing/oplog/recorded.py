@@ -1,0 +1,87 @@
+"""A recorded run of the real engine: forks, preemptions, and an abort with a step in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepinfer.config import EngineConfig
+from deepinfer.device import open_device
+from deepinfer.engine import LLMEngine
+from deepinfer.models.weights import Qwen3Weights, load_weights
+from deepinfer.outputs import StepOutput
+from deepinfer.release import ReleaseCounters
+from deepinfer.sequence import SamplingParams
+from deepinfer.testing.oplog.log import OperationLog
+from deepinfer.testing.oplog.recorder import OperationRecorder
+from tests.deepinfer.step_plans import TINY
+
+CONFIG = EngineConfig(
+    block_size=4, num_blocks=15, max_num_seqs=6, max_num_batched_tokens=32, max_model_len=64
+)
+
+
+@dataclass
+class Recording:
+    """What a run left behind besides its log."""
+
+    log: OperationLog
+    counters: ReleaseCounters
+    withheld_block_steps: int
+    tokens: dict[str, list[int]]
+    num_preemptions: int
+
+
+def tiny_weights() -> Qwen3Weights:
+    """The weights all engines of a test file share."""
+    return load_weights(TINY, open_device("cpu-stepped"))
+
+
+def record(
+    path: Path, weights: Qwen3Weights, *, device: str = "cpu-stepped", **changes: Any
+) -> Recording:
+    """Run the scenario with these settings and record it."""
+    config = replace(CONFIG, **changes)
+    with (
+        OperationRecorder(path, config) as recorder,
+        LLMEngine(TINY, config, device=device, weights=weights, observers=[recorder]) as engine,
+    ):
+        outputs = list(_play(engine))
+        preemptions = engine.scheduler.counters.num_preemptions
+        counters = engine.release.counters
+    return Recording(
+        OperationLog(path),
+        counters,
+        sum(output.stats.blocks_withheld for output in outputs),
+        {end.request_id: end.token_ids.tolist() for output in outputs for end in output.finished},
+        preemptions,
+    )
+
+
+def _play(engine: LLMEngine) -> Any:
+    def finish() -> list[StepOutput]:
+        outputs = []
+        while engine.has_unfinished():
+            outputs.append(engine.step())
+        return outputs
+
+    engine.add_request("parent", np.arange(10), SamplingParams(max_tokens=12))
+    yield engine.step()
+    for index in range(3):
+        engine.fork("parent", f"child-{index}", SamplingParams(max_tokens=8, seed=index))
+    yield engine.step()
+    engine.submit()
+    engine.abort("child-0")
+    yield engine.collect()
+    for index in range(3):
+        engine.add_request(f"chat-{index}", np.arange(5 + 3 * index), SamplingParams(max_tokens=9))
+    yield from finish()
+    engine.add_request("late", np.arange(9), SamplingParams(max_tokens=5))
+    engine.submit()
+    engine.abort("late")
+    yield engine.collect()
+    engine.add_request("last", np.arange(17), SamplingParams(max_tokens=3))
+    yield from finish()

@@ -1,0 +1,38 @@
+"""The model of a network: what rows hold and what follows from them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from deepinfer.testing.tokens import EMPTY, TokenRunner, next_token, prefixes
+
+
+def test_a_row_depends_on_all_tokens_before_it():
+    """The same token after another prefix is another row; the same prefix is the same row."""
+    assert prefixes([1, 2, 3])[2] != prefixes([2, 2, 3])[2]
+    assert prefixes([1, 2, 3])[:2] == prefixes([1, 2])
+    assert EMPTY not in prefixes(range(50))
+
+
+def test_a_wrong_row_changes_the_answer_most_of_the_time():
+    """One wrong row out of twenty gives another token in almost all cases of a large vocabulary."""
+    rows = prefixes(range(20))
+    right = next_token(rows, 1000)
+    others = [next_token([*rows[:at], 7, *rows[at + 1 :]], 1000) for at in range(20)]
+    assert sum(token != right for token in others) >= 18
+
+
+def test_sources_are_read_before_destinations_are_written():
+    """A swap of two blocks swaps them."""
+    runner = TokenRunner(3, 2, 9)
+    runner.rows = [0, 0, 1, 2, 3, 4]
+    runner.copy_blocks(np.array([[1, 2], [2, 1]], np.int32))
+    assert runner.rows == [0, 0, 3, 4, 1, 2]
+
+
+def test_wrong_rows_are_counted_one_by_one():
+    """Rows of a table are compared in table order, whatever the block ids are."""
+    runner = TokenRunner(3, 2, 9)
+    runner.rows = [0, 0, 1, 2, 3, 4]
+    assert runner.count_wrong([2, 1], [3, 4, 1]) == 0
+    assert runner.count_wrong([2, 1], [3, 5, 2]) == 2
