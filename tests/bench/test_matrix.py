@@ -110,7 +110,10 @@ class Recorded(Round):
 def test_rounds_replay_the_same_requests_and_warm_ups_others(
     small: Workload, tmp_path: Path
 ) -> None:
-    """Measured rounds get equal requests; a warm-up shares no prompt with them and is short."""
+    """Measured rounds get equal requests; a warm-up shares no prompt with them and is short.
+
+    vllm#54227, LMBenchmark#35: a warm-up of the same prompts filled the cache for what is measured.
+    """
     Recorded.given = []
     cells = cells_of(small, "release=deferred,step")
     with (

@@ -1,7 +1,9 @@
 """Reports from public trackers, as cases with the right value for each.
 
-Every test names its report (repository#number). Those that wait for a feature this engine does not
-have yet are listed in `pending.md`, with the feature.
+Every test names its report (repository#number). Cases of loads and saves beside the engine are in
+`test_transfer_cases.py`, those of what it hands to its caller in `test_record_cases.py`, those of
+the harness and of sizing beside the tests of the module they are about. Those that wait for a
+feature this engine does not have yet are listed in `pending.md`, with the feature.
 """
 
 from __future__ import annotations
@@ -10,23 +12,13 @@ import numpy as np
 import pytest
 
 from deepinfer.block_manager import BlockManager, Verdict
-from deepinfer.config import EngineConfig
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.errors import OwnershipError
-from deepinfer.names import FREE_ORDERS, PREEMPTIONS, RELEASE_POLICIES, UNSAFE_POLICIES
-from deepinfer.planning import PlanBuilder
+from deepinfer.names import FREE_ORDERS, PREEMPTIONS, RELEASE_POLICIES
+from deepinfer.planning import PlanBuilder, StepCopies
 from deepinfer.release import Fence, ReleaseQueue
 from deepinfer.sequence import SamplingParams, Sequence, SequenceTable
-from tests.deepinfer.host_world import World
-
-SAFE = [name for name in RELEASE_POLICIES if name not in UNSAFE_POLICIES]
-HOST_HOLDS_BACK = ["deferred", "polled", "step"]  # those that withhold while work is open
-
-
-def world(block_size, num_blocks, **changes):
-    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 1000, "max_model_len": 1000}
-    config = EngineConfig(block_size=block_size, num_blocks=num_blocks, **(settings | changes))
-    return World(config)
+from tests.cases.case_worlds import HOST_HOLDS_BACK, world
 
 
 def row_of(num_tokens, table, block_size, lookahead=0):
@@ -102,34 +94,6 @@ def test_r12_blocks_of_a_request_that_ends_in_flight(release):
     assert sorted(w.table("b")) == [1, 2, 3, 4]
     w.collect()
     w.drain()
-
-
-@pytest.mark.parametrize("release", SAFE)
-def test_r16_reuse_waits_for_an_open_copy(release):
-    """TensorRT-LLM#9056: b1 was loaded again while its offload was open. Right: reuse waits."""
-    w = world(4, 3, release=release)
-    w.add("a", range(5), max_tokens=4)
-    w.step([1])
-    w.transfer("a", num_steps=3)  # reads blocks 1 and 2 until told otherwise
-    w.abort("a")
-    w.add("b", range(8), max_tokens=1)  # wants both
-    w.step()  # the world fails if a writer neither waited nor was made to wait
-    assert w.ended["b"][0] == "length"
-    assert w.wrong_rows == 0
-    w.drain()
-
-
-def test_r16_without_the_wait_the_copy_reads_the_next_owner():
-    """TensorRT-LLM#9056 with policy early: the case can fail, and does."""
-    w = world(4, 3, release="early")
-    w.add("a", range(5), max_tokens=4)
-    w.step([1])
-    w.transfer("a", num_steps=3)
-    w.abort("a")
-    w.add("b", [7] * 8, max_tokens=1)
-    w.step()
-    w.device.advance("load")
-    assert w.wrong_rows == 5
 
 
 def test_r17_a_plan_in_flight_is_never_rewritten():
@@ -245,9 +209,18 @@ def test_r35_slots_follow_a_scattered_table():
     seqs.grow(rows, np.array([1], np.int32), np.array([9], np.int32))
     seqs.num_tokens[rows] += 1  # the guess, as a token to verify
     two = np.array([2], np.int32)
-    plan = PlanBuilder(seqs).build(1, rows, seqs.gather(rows), two, [], [], [])
+    plan = PlanBuilder(seqs).build(1, rows, seqs.gather(rows), two, StepCopies())
     assert plan.positions.tolist() == [3, 4]
     assert plan.slot_mapping.tolist() == [7, 18]
+
+
+def test_r37_lookahead_fills_the_tail_first():
+    """vllm#6849: empty slots were not counted. Right: 3 guesses, 2 empty slots: 1 new block."""
+    needed = {}
+    for lookahead in (2, 3):
+        seqs, rows = row_of(14, [1], 16, lookahead=lookahead)
+        needed[lookahead] = int(seqs.gather(rows).blocks_needed(16)[0])
+    assert needed == {2: 1, 3: 2}
 
 
 # -- F. fork and copy ----------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_the_waterfall():
 
 
 def test_memory_beside_torch_is_counted():
-    """R75: buffers of a communication library are not free, though torch knows nothing of them."""
+    """vllm#2031: buffers of a communication library are not free, though torch knows of none."""
     counted = size_pool(START, NOW, NEEDS)
     missed = size_pool(START, replace(NOW, own=24 * GIB, free=56 * GIB), NEEDS)
     assert own_growth(START, NOW) == GIB
@@ -51,7 +51,7 @@ def test_memory_beside_torch_is_counted():
 
 
 def test_memory_of_others_at_the_start_is_not_ours():
-    """R76: what others held before is not in what was free, and is not taken off again."""
+    """vllm#19312: what others held before is not in what was free, and is not taken off again."""
     alone = size_pool(START, NOW, NEEDS)
     others = 10 * GIB
     crowded = size_pool(
