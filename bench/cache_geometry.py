@@ -121,7 +121,7 @@ def _hybrid(name: str, config: HybridConfig, engine: EngineConfig) -> CacheGeome
         stored_bytes=geometry.stored_bytes,
         bytes_per_slot=geometry.bytes_per_slot,
         num_blocks=engine.num_blocks,
-        num_slots=num_state_slots(engine.max_num_seqs),
+        num_slots=num_state_slots(engine.max_num_seqs, engine.num_state_slots),
     )
 
 

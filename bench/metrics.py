@@ -99,6 +99,11 @@ class CellMetrics:
     withheld_block_ms: Metric
     block_copies: Metric
     later: Metric
+    later_blocks: Metric
+    later_slots: Metric
+    held_blocks_peak: Metric
+    held_slots_peak: Metric
+    withheld_slots_peak: Metric
     preemptions: Metric
     wrong_requests: Metric
     near_ties: Metric
@@ -254,12 +259,15 @@ def _step_metrics(steps: Sequence[StepRecord]) -> dict[str, Metric]:
     step_ms = [
         (host + s.wait_us + s.result_wait_us) / 1e3 for host, s in zip(host_us, steps, strict=True)
     ]
+    held_slots = [s.slots_held for s in steps if s.slots_held is not None]
     mean_wait_us = sum(s.wait_us for s in steps) / len(steps) if steps else None
     reason = "no step in a measured round"
     return {
         "step_ms_p50": Metric.of(stats.percentile(step_ms, 50), reason),
         "host_us_per_step": Metric.of(stats.median(host_us), reason),
         "wait_us_per_step": Metric.of(mean_wait_us, reason),
+        "held_blocks_peak": Metric.of(_largest([s.blocks_held for s in steps]), reason),
+        "held_slots_peak": Metric.of(_largest(held_slots), "no step held a state slot"),
     }
 
 
@@ -267,12 +275,17 @@ def _counter_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
     def median_of(name: str) -> Metric:
         return _over_rounds(stats.median, (r.counters.get(name) for r in rounds), name)
 
-    peaks = (r.counters.get("withheld_peak") for r in rounds)
+    def largest_of(name: str) -> Metric:
+        return _over_rounds(_largest, (r.counters.get(name) for r in rounds), name)
+
     return {
-        "withheld_blocks_peak": _over_rounds(_largest, peaks, "withheld_peak"),
+        "withheld_blocks_peak": largest_of("withheld_peak"),
+        "withheld_slots_peak": largest_of("slots_withheld_peak"),
         "withheld_block_ms": median_of("withheld_block_ms"),
         "block_copies": median_of("num_block_copies"),
         "later": median_of("num_later"),
+        "later_blocks": median_of("num_later_blocks"),
+        "later_slots": median_of("num_later_slots"),
         "preemptions": median_of("num_preemptions"),
     }
 

@@ -3,11 +3,15 @@
 A verification that passes everything proves nothing. Each trial is one request of a running batch;
 once, at a random moment of its decoding, one of these happens to it:
 
-    swap_blocks    two blocks of its table change places
-    overwrite      one of its blocks gets the rows of a block of another request
-    lose_row       the newest committed row of all layers is zeroed
+    swap_blocks      two blocks of its table change places
+    overwrite        one of its blocks gets the rows of a block of another request
+    lose_row         what the newest committed token left in all layers is zeroed
+    overwrite_state  its state slot gets what another request's holds
 
-and then it runs to its end. Requests share nothing, so a fault touches its own trial only. The
+and then it runs to its end. Where requests have state the last fault takes the place of the first:
+compressed rows carry their rotation, so that attention over them has no order to get wrong.
+
+Requests share nothing, so a fault touches its own trial only. The
 engine under test is the real one; nothing here is imported by it. Invariant: a clean trial runs
 through the same code and differs only in that nothing is planted.
 """
@@ -22,8 +26,8 @@ import numpy as np
 from bench.runner import Target
 from bench.spec import Resolved
 from bench.verify import Emission, RequestVerdict
-from deepinfer.cache_engine import KVCache
 from deepinfer.engine import LLMEngine
+from deepinfer.models.hybrid.layer_plan import HybridConfig
 from deepinfer.outputs import RequestOutput
 from deepinfer.sequence import SamplingParams, blocks_for
 from deepinfer.sequence import Sequence as Request
@@ -70,20 +74,22 @@ def overwrite(engine: LLMEngine, victim: Request, rng: np.random.Generator) -> N
     device.stream("compute").submit(lambda: cache.copy_blocks(device.upload(pairs)))
 
 
+def overwrite_state(engine: LLMEngine, victim: Request, rng: np.random.Generator) -> None:
+    """The victim's state slot gets what another request's holds."""
+    states = engine.scheduler.seqs.state_ids
+    others = [seq.row for seq in engine.scheduler.running if seq is not victim]
+    pairs = np.array([[states[int(rng.choice(others))], states[victim.row]]], np.int32)
+    runner = engine.worker.runner
+    engine.device.stream("compute").submit(lambda: runner.copy_states(pairs))
+
+
 def lose_row(engine: LLMEngine, victim: Request, rng: np.random.Generator) -> None:
-    """The victim's newest committed row is zeroed, keys and values of all layers."""
+    """What the victim's newest committed token left is zeroed: its rows in all layers."""
     seqs, row = engine.scheduler.seqs, victim.row
-    column, offset = divmod(int(seqs.num_computed_tokens[row]) - 1, seqs.block_size)
-    block_id = int(seqs.table(row)[column])
-    cache = engine.cache
-    assert isinstance(cache, KVCache), "a Qwen3 network"
-
-    def zero() -> None:
-        for layer in range(engine.model.num_hidden_layers):
-            cache.keys(layer)[block_id, offset] = 0
-            cache.values(layer)[block_id, offset] = 0
-
-    engine.device.stream("compute").submit(zero)
+    position = int(seqs.num_computed_tokens[row]) - 1
+    block_id = int(seqs.table(row)[position // seqs.block_size])
+    cache, slot = engine.cache, int(seqs.state_ids[row])
+    engine.device.stream("compute").submit(lambda: cache.erase(position, block_id, slot))
 
 
 Fault = Callable[[LLMEngine, Request, np.random.Generator], None]
@@ -92,18 +98,24 @@ FAULTS: dict[str, Fault] = {
     "overwrite": overwrite,
     "lose_row": lose_row,
 }
+FAULTS_WITH_STATE: dict[str, Fault] = {
+    "overwrite": overwrite,
+    "lose_row": lose_row,
+    "overwrite_state": overwrite_state,
+}
 
 
 def measure_power(
     resolved: Resolved, target: Target, trials: int, progress: Callable[[str], None]
 ) -> Iterator[PowerRow]:
     """`trials` requests of each fault, and as many clean ones; one row each, clean first."""
-    for kind, name in enumerate((CLEAN, *FAULTS)):
+    faults = FAULTS_WITH_STATE if isinstance(resolved.model, HybridConfig) else FAULTS
+    for kind, name in enumerate((CLEAN, *faults)):
         verdicts: list[RequestVerdict] = []
         while len(verdicts) < trials:
             rng = np.random.default_rng((resolved.seed, kind, len(verdicts)))
             size = min(BATCH, max(trials - len(verdicts), 2))  # a fault may need another request
-            outputs = _run_batch(resolved, target, FAULTS.get(name), size, rng)
+            outputs = _run_batch(resolved, target, faults.get(name), size, rng)
             verdicts += target.verify(_emissions(outputs), resolved.verify)
             progress(f"{name}: {min(len(verdicts), trials)} of {trials}")
         verdicts = verdicts[:trials]

@@ -27,8 +27,8 @@ from deepinfer.checks.suite import parse_checks
 from deepinfer.device import Device, open_device
 from deepinfer.engine import LLMEngine
 from deepinfer.errors import DeepInferError, OwnershipError
-from deepinfer.models.weights import Qwen3Weights, load_weights
 from deepinfer.outputs import RequestOutput, StepOutput, StepStats
+from deepinfer.runners import Weights, load_model
 from deepinfer.sequence import SamplingParams
 
 NUM_FINDINGS = 8  # of a round, in words
@@ -49,8 +49,8 @@ class Target:
     def __init__(self, resolved: Resolved) -> None:
         self.device: Device = open_device(resolved.device)
         try:
-            self.weights: Qwen3Weights = self.device.run(
-                lambda: load_weights(resolved.model, self.device), label="weights"
+            self.weights: Weights = self.device.run(
+                lambda: load_model(resolved.model, self.device), label="weights"
             )
         except BaseException:  # nobody else has the device to close it
             self.device.close()
@@ -276,6 +276,8 @@ class Round:
             wait_us=stats.wait_ns / 1e3,
             result_wait_us=stats.result_wait_ns / 1e3,
             device_ms=stats.device_ms,
+            slots_held=stats.slots_held,
+            slots_withheld=stats.slots_withheld,
         )
 
     def _request_records(self) -> list[RequestRecord]:
@@ -325,6 +327,7 @@ class Round:
                 "release_waits": release.counters.num_waits,
                 "release_wait_us": release.counters.wait_ns / 1e3,
                 "stream_waits": release.counters.num_stream_waits,
+                **_slot_counters(self._engine),
                 **{
                     FINDING_COUNTERS[name]: findings.counts[name]
                     for name in parse_checks(self._engine.config.checks)
@@ -333,6 +336,21 @@ class Round:
             memory={**memory.read(), **({"gpu": gpu.summary()} if gpu.samples else {})},
             findings=tuple(map(str, findings.first[:NUM_FINDINGS])),
         )
+
+
+def _slot_counters(engine: LLMEngine) -> dict[str, float]:
+    """What was counted of state slots, and beside them of blocks; nothing without state."""
+    if engine.states is None:
+        return {}
+    counters = engine.scheduler.counters
+    return {
+        "num_state_slots": engine.states.slots.num_usable,
+        "num_later_blocks": counters.num_later_blocks,
+        "num_later_slots": counters.num_later_slots,
+        "num_state_copies": counters.num_state_copies,
+        "num_stateless_forks": counters.num_stateless_forks,
+        "slots_withheld_peak": engine.states.release.counters.withheld_peak,
+    }
 
 
 def _disagreement(tracked: _Tracked, ended: RequestOutput) -> str:

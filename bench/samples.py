@@ -159,6 +159,7 @@ class StepRecord:
         wait_us: host blocked in the release policy's synchronisation.
         result_wait_us: host blocked until the step's tokens arrived.
         device_ms: from the device's events; None where it has none.
+        slots_held, slots_withheld: state slots; None for a model without state.
     """
 
     kind: ClassVar[str] = "step"
@@ -177,6 +178,8 @@ class StepRecord:
     wait_us: float
     result_wait_us: float
     device_ms: float | None
+    slots_held: int | None = None
+    slots_withheld: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

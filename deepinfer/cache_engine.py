@@ -73,6 +73,7 @@ class KVCache:
         num_blocks: blocks in the pool, block 0 included.
         block_size: token positions per block.
         bytes_per_block: bytes of one block over all layers.
+        num_slots, bytes_per_slot: 0; requests of this network have no state slot.
         tags: one beside each row, if they were asked for.
     """
 
@@ -88,6 +89,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.bytes_per_block = bytes_per_block(config, block_size)
+        self.num_slots = self.bytes_per_slot = 0
         heads, head_dim = config.num_key_value_heads, config.head_dim
         try:
             self._pool = torch.zeros(
@@ -150,3 +152,12 @@ class KVCache:
         self._blocks.index_copy_(0, destinations, self._blocks.index_select(0, sources))
         if self.tags is not None:
             self.tags.copy_blocks(pairs)
+
+    def erase(self, position: int, block_id: int, slot: int) -> None:
+        """Zero the K and V of the token at `position`, in all layers.
+
+        Args:
+            block_id: of the block of that position.
+            slot: 0; requests of this network have no state slot.
+        """
+        self._pool[:, :, block_id, position % self.block_size] = 0

@@ -28,6 +28,8 @@ class EngineConfig:
         block_size: token positions per KV block.
         num_blocks: blocks in the pool, block 0 included; `num_blocks - 1` can be handed out.
         max_num_seqs: most requests running at once.
+        num_state_slots: slots in the pool of a model whose requests have state, slot 0 included;
+            0 = `sizing.num_state_slots` of `max_num_seqs`.
         max_num_batched_tokens: token budget of a step; a longer prompt is computed in chunks.
         max_model_len: most tokens (prompt + output) a request may have.
         release: release policy, a name in `deepinfer.release.POLICIES`.
@@ -39,7 +41,7 @@ class EngineConfig:
         preemption: which running request gives way, a name in `deepinfer.scheduler.PREEMPTION`.
         fork_tail_copy: `always` copies the last block of a fork even if it is full (the engine of
             the book), `partial` only if rows will be written into it.
-        checks: `off`, or checkers (`deepinfer.names.CHECKS`) joined by `+`.
+        checks: `off`, `all`, or checkers (`deepinfer.names.CHECKS`) joined by `+`.
         timeout_s: longest the host waits for a step's result, or for a fence, in seconds; 0 = no
             limit.
         seed: of the `shuffled` free order.
@@ -48,6 +50,7 @@ class EngineConfig:
     block_size: int = 128
     num_blocks: int = 129
     max_num_seqs: int = 64
+    num_state_slots: int = 0
     max_num_batched_tokens: int = 1024
     max_model_len: int = 8192
     release: str = "deferred"
@@ -67,6 +70,12 @@ class EngineConfig:
             check_int(key, getattr(self, key), 1)
         check_int("num_blocks", self.num_blocks, 2)
         check_int("seed", self.seed, 0)
+        check_int("num_state_slots", self.num_state_slots, 0)
+        if self.num_state_slots == 1:
+            raise UserError(
+                "num_state_slots: 1 leaves no usable slot",
+                hint="0 = by max_num_seqs, or at least 2",
+            )
         if not is_number(self.timeout_s) or not 0 <= self.timeout_s <= MAX_TIMEOUT_S:
             raise UserError(f"timeout_s: {self.timeout_s!r}; expected 0 to {MAX_TIMEOUT_S:g}")
         if self.max_num_batched_tokens < self.max_num_seqs:

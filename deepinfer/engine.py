@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from deepinfer.block_manager import BlockIds, BlockManager, Verdict
 from deepinfer.cache_engine import KVCache
+from deepinfer.checks.blocks import observed
 from deepinfer.checks.findings import Findings
 from deepinfer.checks.suite import Checks
 from deepinfer.config import EngineConfig
@@ -40,51 +39,18 @@ from deepinfer.model_runner import ModelRunner
 from deepinfer.models.hybrid.cache import HybridCache
 from deepinfer.names import FENCES
 from deepinfer.observer import Observer
-from deepinfer.outputs import RequestOutput, StepMoments, StepOutput, StepStats
+from deepinfer.outputs import RequestOutput, StepOutput
 from deepinfer.plan import Int32, StepPlan, StepResult
 from deepinfer.release import Fence, ReleaseQueue
-from deepinfer.runners import Model, Weights, check_fits, load_model, make_runner
+from deepinfer.runners import Model, Weights, check_fits, load_model, make_runner, state_pool
 from deepinfer.scheduler import Scheduler
 from deepinfer.sequence import SamplingParams
+from deepinfer.state_slots import StateSlots
+from deepinfer.step_account import Counts, Reading, SubmittedStep
 from deepinfer.stopping import stops_with_device
-from deepinfer.worker import InFlightStep, Runner, Worker
+from deepinfer.worker import Runner, Worker
 
 FORK_SOURCE = "fork source"
-
-
-class _Counts(NamedTuple):
-    """Requests and blocks once a step was queued, before its release point."""
-
-    num_running: int
-    num_waiting: int
-    blocks_free: int
-    blocks_held: int
-    blocks_withheld: int
-
-
-class _Reading(NamedTuple):
-    """The host's clock, and how long the release policy had made it wait until then."""
-
-    at_ns: int
-    waited_ns: int
-
-    @property
-    def host_ns(self) -> int:
-        """The clock without these waits."""
-        return self.at_ns - self.waited_ns
-
-
-@dataclass(slots=True)
-class _Submitted:
-    """A step in flight and what is known of it so far."""
-
-    plan: StepPlan
-    flight: InFlightStep
-    fence: Fence
-    copy_events: list[Event]
-    readings: tuple[_Reading, _Reading, _Reading, _Reading]  # started, planned, submitted, released
-    counts: _Counts
-    started_ids: list[str]
 
 
 class LLMEngine:
@@ -100,6 +66,7 @@ class LLMEngine:
         runner: what a step computes; by default the network of `model`.
 
     Attributes:
+        states: the pool of state slots; None for a model whose requests have none.
         failure: why the engine takes no more calls; None while all is well. A device that fails, or
             does not answer within `config.timeout_s`, stops it for good.
 
@@ -120,7 +87,7 @@ class LLMEngine:
         check_name("fence", config.fence, FENCES)
         self.model, self.config = model, config
         self.failure: Failure | None = None
-        self._submitted: _Submitted | None = None
+        self._submitted: SubmittedStep | None = None
         self._timeout_s = config.timeout_s or None
         self._owns_device = isinstance(device, str)
         self.device = open_device(device) if isinstance(device, str) else device
@@ -140,19 +107,41 @@ class LLMEngine:
     ) -> None:
         config = self.config
         self._checks = checks = Checks(config.checks, config.block_size, observers)
-        self.blocks = checks.watch_blocks(
+        self.blocks, self.release = self._pool(config.num_blocks, block_manager, checks.observer)
+        self._queues = [self.release]
+        self.states: StateSlots | None = None
+        states = state_pool(self.model, config)
+        if states is not None:
+            slots, queue = self._pool(
+                states.num_slots, block_manager, checks.state_observer, things="state slots"
+            )
+            self.states = StateSlots(slots, queue, states.max_rewind)
+            self._queues.append(queue)
+        self.scheduler = Scheduler(config, self.blocks, self.release, self.states, tags=checks.tags)
+        checks.bind(self.scheduler)
+
+    def _pool(
+        self,
+        size: int,
+        block_manager: type[BlockManager],
+        observer: Observer | None,
+        things: str = "blocks",
+    ) -> tuple[BlockManager, ReleaseQueue]:
+        """A pool of one kind of ids, and the queue through which they go back."""
+        config = self.config
+        pool = observed(
             block_manager(
-                config.num_blocks,
+                size,
                 free_order=config.free_order,
                 discipline=config.discipline,
                 seed=config.seed,
-            )
+            ),
+            observer,
         )
-        self.release = ReleaseQueue(
-            self.blocks, config.release, observer=checks.observer, timeout_s=self._timeout_s
+        queue = ReleaseQueue(
+            pool, config.release, observer=observer, timeout_s=self._timeout_s, things=things
         )
-        self.scheduler = Scheduler(config, self.blocks, self.release, tags=checks.tags)
-        checks.bind(self.scheduler)
+        return pool, queue
 
     @property
     def cache(self) -> KVCache | HybridCache:
@@ -257,10 +246,11 @@ class LLMEngine:
         flight = self.worker.submit_forward(plan)
         fence = Fence(plan.step, flight.end)
         self.scheduler.submitted(plan, fence)
-        counts = self._counts()
+        counts = Counts.of(self.scheduler)
         submitted = self._reading()
-        self.release.release_point()
-        self._submitted = _Submitted(
+        for queue in self._queues:
+            queue.release_point()
+        self._submitted = SubmittedStep(
             plan,
             flight,
             fence,
@@ -282,7 +272,8 @@ class LLMEngine:
         result = self._result(step)
         arrived = time.perf_counter_ns()
         step.fence.passed = True
-        self.release.collected(step.plan.step)
+        for queue in self._queues:
+            queue.collected(step.plan.step)
         for event in step.copy_events:
             self.device.recycle(event)
         collected = self._reading()
@@ -290,7 +281,7 @@ class LLMEngine:
         commit = self.scheduler.commit(step.plan, result)
         self._flush_if_idle()
         self._checks.settled(step.plan.step)
-        stats = self._stats(step, start, arrived, collected)
+        stats = step.stats(start, arrived, collected, self._reading())
         step.flight.recycle()
         return StepOutput(
             started_ids=step.started_ids,
@@ -359,9 +350,13 @@ class LLMEngine:
     def _flush_if_idle(self) -> None:
         """Without requests there is no step whose release point would lift the last fences."""
         if not self.scheduler.num_running and not self.scheduler.num_waiting:
-            self.release.flush()
+            self._flush()
 
-    def _result(self, step: _Submitted) -> StepResult:
+    def _flush(self) -> None:
+        for queue in self._queues:
+            queue.flush()
+
+    def _result(self, step: SubmittedStep) -> StepResult:
         try:
             return step.flight.collect(self._timeout_s)
         except DeviceTimeoutError as error:
@@ -373,23 +368,14 @@ class LLMEngine:
                 f"by {names or 'no request any more'}; {error}"
             ) from error
 
-    def _reading(self) -> _Reading:
-        return _Reading(time.perf_counter_ns(), self.release.counters.wait_ns)
-
-    def _counts(self) -> _Counts:
-        scheduler, blocks = self.scheduler, self.blocks
-        return _Counts(
-            scheduler.num_running,
-            scheduler.num_waiting,
-            blocks.num_free,
-            blocks.num_held,
-            blocks.num_withheld,
-        )
+    def _reading(self) -> Reading:
+        waited_ns = sum(queue.counters.wait_ns for queue in self._queues)
+        return Reading(time.perf_counter_ns(), waited_ns)
 
     def _plan(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
-        if plan is None and self.release.num_entries:
-            self.release.flush()  # everyone waits for withheld blocks: wait with them
+        if plan is None and any(queue.num_entries for queue in self._queues):
+            self._flush()  # everyone waits for withheld blocks or slots: wait with them
             plan = self.scheduler.schedule()
         return plan
 
@@ -405,14 +391,18 @@ class LLMEngine:
             events.append(event)
             return Fence(plan.step, event)
 
-        if plan.copy_sources and self.config.fence == "step":
-            shared = fence()
-            for sources, owner in zip(plan.copy_sources, plan.source_owners, strict=True):
-                self.release.give_up(sources, shared, owner=owner, path=FORK_SOURCE)
-        elif plan.copy_sources:
-            for sources, owner in zip(plan.copy_sources, plan.source_owners, strict=True):
-                for block_id in self.blocks.in_free_order(sources):
-                    self.release.give_up([int(block_id)], fence(), owner=owner, path=FORK_SOURCE)
+        blocks = zip(plan.copy_sources, plan.source_owners, strict=True)
+        let_go = [(self.release, sources, owner) for sources, owner in blocks]
+        if self.states is not None:
+            slots = zip(plan.state_copies[:, :1], plan.state_owners, strict=True)
+            let_go += [(self.states.release, source, owner) for source, owner in slots]
+        shared = fence() if let_go and self.config.fence == "step" else None
+        for queue, sources, owner in let_go:
+            if shared is not None:
+                queue.give_up(sources, shared, owner=owner, path=FORK_SOURCE)
+            else:
+                for block_id in queue.blocks.in_free_order(sources):
+                    queue.give_up([int(block_id)], fence(), owner=owner, path=FORK_SOURCE)
         return events
 
     def _hold_streams(self, fence: Fence) -> None:
@@ -420,39 +410,6 @@ class LLMEngine:
         if not fence.passed and fence.event is not None:
             for name in ("copy", "compute"):
                 self.device.stream(name).wait(fence.event)  # type: ignore[arg-type]
-
-    def _stats(self, step: _Submitted, start: int, arrived: int, collected: _Reading) -> StepStats:
-        started, planned, submitted, released = step.readings
-        now = self._reading()
-        return StepStats(
-            step=step.plan.step,
-            num_tokens=step.plan.num_tokens,
-            num_seqs=step.plan.num_seqs,
-            num_running=step.counts.num_running,
-            num_waiting=step.counts.num_waiting,
-            blocks_free=step.counts.blocks_free,
-            blocks_held=step.counts.blocks_held,
-            blocks_withheld=step.counts.blocks_withheld,
-            num_copies=len(step.plan.block_copies),
-            schedule_ns=planned.host_ns - started.host_ns,
-            submit_ns=submitted.host_ns - planned.host_ns,
-            release_ns=released.host_ns - submitted.host_ns,
-            collect_ns=collected.at_ns - arrived,
-            commit_ns=now.host_ns - collected.host_ns,
-            wait_ns=now.waited_ns - started.waited_ns,  # an abort may have waited meanwhile
-            result_wait_ns=arrived - start,
-            device_ms=step.flight.device_ms(),
-            moments=StepMoments(
-                started.at_ns,
-                planned.at_ns,
-                submitted.at_ns,
-                released.at_ns,
-                start,
-                arrived,
-                collected.at_ns,
-                now.at_ns,
-            ),
-        )
 
     def _tokens(self, token_ids: ArrayLike) -> Int32:
         try:

@@ -20,7 +20,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from deepinfer.block_manager import BlockManager
+from deepinfer.errors import UserError, is_int
 from deepinfer.plan import Int32
+
+
+def num_taken_over(asked: int | None, num_tokens: int, parent_id: str) -> int:
+    """How many of its parent's `num_tokens` tokens a fork takes over: all (None), or as asked.
+
+    Raises UserError for a number that is none of 1 to `num_tokens`.
+    """
+    count = num_tokens if asked is None else asked
+    if not is_int(count) or not 0 < count <= num_tokens:
+        raise UserError(f"num_shared_tokens: {count!r} of {num_tokens} tokens of {parent_id!r}")
+    return count
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from deepinfer.errors import UserError
 from deepinfer.models.hybrid.cache import HybridCache
 from deepinfer.models.hybrid.geometry import Geometry
 from deepinfer.models.hybrid.layer_plan import HybridConfig
-from deepinfer.models.hybrid.layout import Layouts, RingTags
+from deepinfer.models.hybrid.layout import RingTags, StepLayout
+from deepinfer.models.hybrid.layout_builder import Layouts
 from deepinfer.models.hybrid.network import HybridNetwork
 from deepinfer.models.hybrid.weights import HybridWeights
 from deepinfer.plan import Int32, Int64, StepPlan, WrongRows
@@ -38,10 +39,8 @@ def check_pools_fit(model_config: HybridConfig, config: EngineConfig, device: De
     uses it.
     """
     free = free_bytes(device)
-    geometry, num_slots = (
-        Geometry.of(model_config, config.block_size),
-        num_state_slots(config.max_num_seqs),
-    )
+    geometry = Geometry.of(model_config, config.block_size)
+    num_slots = num_state_slots(config.max_num_seqs, config.num_state_slots)
     needed = config.num_blocks * geometry.bytes_per_block + num_slots * geometry.bytes_per_slot
     if free is not None and needed > free:
         raise UserError(
@@ -57,6 +56,7 @@ class HybridRunner:
 
     Args:
         weights: on `device`, of the shapes `model_config` says.
+        tags: keep a prefix tag beside each row, and compare those of the rows a step reads.
 
     Attributes:
         cache: both pools.
@@ -69,17 +69,24 @@ class HybridRunner:
         engine_config: EngineConfig,
         weights: HybridWeights,
         device: Device,
+        *,
+        tags: bool = False,
     ) -> None:
         geometry = Geometry.of(model_config, engine_config.block_size)
-        num_slots = num_state_slots(engine_config.max_num_seqs)
+        num_slots = num_state_slots(engine_config.max_num_seqs, engine_config.num_state_slots)
         self.cache = device.run(
             lambda: HybridCache(
-                model_config, geometry, engine_config.num_blocks, num_slots, device.torch_device
+                model_config,
+                geometry,
+                engine_config.num_blocks,
+                num_slots,
+                device.torch_device,
+                tags=tags,
             ),
             label="block and slot pools",
         )
         self._device = device
-        self._layouts = Layouts(model_config, geometry, device)
+        self._layouts = Layouts(model_config, self.cache, device)
         self.network = device.run(
             lambda: HybridNetwork(
                 model_config, weights, self.cache, device, engine_config.max_model_len
@@ -120,16 +127,29 @@ class HybridRunner:
             tokens: int64 [M], which of the step's tokens' logits are wanted; None if none are.
 
         Returns:
-            Logits [M, vocab_size], None without `tokens`; and what gives the ring rows that did not
-            hold the position wanted, once the step is done.
+            Logits [M, vocab_size], None without `tokens`; and what gives the rows that were wrong,
+            once the step is done: with tags all kinds of rows, without them ring rows that did not
+            hold the position wanted.
         """
         layout = self._layouts.of(plan)
-        self._layouts.add_tiles(layout, plan, self.cache)
-        found = None
+        wrong_rows = self._check(plan, layout)
+        rows = None if tokens is None else self._device.upload(tokens)
+        return self.network.forward(layout, rows), wrong_rows
+
+    def _check(self, plan: StepPlan, layout: StepLayout) -> Callable[[], WrongRows]:
+        """Compare the tags of what the step reads: prefixes if they are kept, else positions."""
+        tags, found = self.cache.tags, None
+        if tags is not None and plan.tags is not None:
+            comparison = tags.write_and_compare(plan, layout, self._device)
+            return _no_rows if comparison is None else comparison.result
         if layout.tags:
             found = self._device.download(torch.cat(layout.found_tags))
-        rows = None if tokens is None else self._device.upload(tokens)
-        return self.network.forward(layout, rows), _RingCheck(layout.tags, found)
+        return _RingCheck(layout.tags, found)
+
+
+def _no_rows() -> WrongRows:
+    none = np.empty(0, np.int32)
+    return WrongRows(0, none, none, np.empty(0, np.int64))
 
 
 class _RingCheck:
@@ -139,9 +159,8 @@ class _RingCheck:
         self._reads, self._found = reads, found
 
     def __call__(self) -> WrongRows:
-        none = np.empty(0, np.int32)
         if self._found is None:
-            return WrongRows(0, none, none, np.empty(0, np.int64))
+            return _no_rows()
         found = self._found.numpy()
         seqs = np.concatenate([read.seqs for read in self._reads])
         wanted = np.concatenate([read.wanted for read in self._reads])

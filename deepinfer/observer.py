@@ -45,9 +45,14 @@ class Access:
 class Observer:
     """Told of everything, does nothing.
 
+    Attributes:
+        states: who is told of state slots what this one is told of blocks; None: nobody.
+
     Events are known by a number that stays the same when an event is recorded again, also for its
     next user after it was recycled.
     """
+
+    states: Observer | None = None
 
     # -- blocks, as the block manager changes them -----------------------------------------------
 

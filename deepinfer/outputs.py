@@ -69,6 +69,7 @@ class StepStats:
         num_tokens, num_seqs: computed in this step.
         num_running, num_waiting: requests with and without a row once it was submitted.
         blocks_free, blocks_held, blocks_withheld: while it was in flight, before the release point.
+        slots_held, slots_withheld: state slots, at the same moment; None for a model without state.
         num_copies: block copies it carried.
         schedule_ns, submit_ns, release_ns, collect_ns, commit_ns: host time, waits excluded.
         wait_ns: host blocked by the release policy.
@@ -85,6 +86,8 @@ class StepStats:
     blocks_free: int
     blocks_held: int
     blocks_withheld: int
+    slots_held: int | None
+    slots_withheld: int | None
     num_copies: int
     schedule_ns: int
     submit_ns: int
@@ -131,21 +134,33 @@ class SchedulerCounters:
     """Decisions so far.
 
     Attributes:
-        num_later: times a request at the head of the queue was told to wait for blocks.
+        num_later_blocks, num_later_slots: times a request at the head of the queue was told to wait
+            for blocks; had its blocks and was told to wait for a state slot.
         num_never: requests refused because they can never fit.
         num_preemptions: times a running request's blocks were taken back.
         num_recomputed_tokens: committed rows thrown away by preemption.
         num_unforked: waiting forks that lost their pins so that others could run.
+        num_stateless_forks: forks that compute their prompt themselves, because no state slot was
+            free or the state of their parent had gone on too far.
         num_block_copies: blocks copied for forks and copy-on-write.
+        num_state_copies: state slots copied for forks.
         num_held_back: times a running sequence sat out a step, waiting for withheld blocks.
         num_aborted: requests ended by `abort`.
     """
 
-    num_later: int = 0
+    num_later_blocks: int = 0
+    num_later_slots: int = 0
     num_never: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_unforked: int = 0
+    num_stateless_forks: int = 0
     num_block_copies: int = 0
+    num_state_copies: int = 0
     num_held_back: int = 0
     num_aborted: int = 0
+
+    @property
+    def num_later(self) -> int:
+        """Times the head of the queue was told to wait, for whatever."""
+        return self.num_later_blocks + self.num_later_slots

@@ -4,7 +4,7 @@ Invariant: a plan owns its arrays. They are fresh copies that nobody writes afte
 so a device that runs behind the host reads what was planned, whatever the host does meanwhile.
 
 The tokens of all sequences of a step lie one after the other. With S sequences, T tokens, M of the
-sequences sampling, C block copies:
+sequences sampling, C block copies and D copies of state slots:
 
     seq          0           1       2
     tokens    [a a a a a]  [b]  [c c c]      query_start = [0, 5, 6, 9]
@@ -58,7 +58,9 @@ class StepPlan:
         tags: int64 [S, longest context], the tag of each row a sequence must see, 0 behind its
             context (`deepinfer.checks.prefix_tags`); None where rows are not tagged.
         state_ids: int32 [S], the state slot of each sequence; empty for a model without state.
-        state_copies: int32 [C', 2], (source, destination) state slots, copied before the forward.
+        state_copies: int32 [D, 2], (source, destination) state slots, copied before the forward.
+            The sources stay owned until the engine gives them up.
+        state_owners: the request that gives up each of their sources.
     """
 
     step: int
@@ -81,6 +83,7 @@ class StepPlan:
     tags: Int64 | None = None
     state_ids: Int32 = field(default_factory=_no_states)
     state_copies: Int32 = field(default_factory=_no_state_copies)
+    state_owners: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -101,12 +104,14 @@ class WrongRows:
         count: row reads, padding included; a row that n sequences share counts for each.
         seqs, positions: int32 [K], the first of them: indices into the S sequences, and where.
         found: int64 [K], the tags they carried.
+        slots: int32 [K], the state slots they lie in, 0 for rows in blocks; None: all in blocks.
     """
 
     count: int
     seqs: Int32
     positions: Int32
     found: Int64
+    slots: Int32 | None = None
 
 
 @dataclass(frozen=True, slots=True)

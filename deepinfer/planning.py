@@ -10,6 +10,8 @@ block tables while no table changed) is laid out once and shared by the plans, w
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
 from deepinfer.checks.prefix_tags import PrefixTags
@@ -36,12 +38,38 @@ def split_budget(uncomputed: Int32, budget: int) -> Int32:
     return np.where(decodes, 1, granted).astype(np.int32)
 
 
-class PlanBuilder:
-    """Lays out plans over one sequence table, with the tags of their rows if there are `tags`."""
+@dataclass(slots=True)
+class StepCopies:
+    """What is copied before a step, and who lets the sources go.
 
-    def __init__(self, seqs: SequenceTable, tags: PrefixTags | None = None) -> None:
+    Attributes:
+        blocks: (source, destination) of each block.
+        sources, owners: block ids given up behind the copies, copied ones or not, and by whom.
+        states, state_owners: (source, destination) of each state slot, and who gives the source up.
+    """
+
+    blocks: list[tuple[int, int]] = field(default_factory=list)
+    sources: list[Int32] = field(default_factory=list)
+    owners: list[str] = field(default_factory=list)
+    states: list[tuple[int, int]] = field(default_factory=list)
+    state_owners: list[str] = field(default_factory=list)
+
+
+class PlanBuilder:
+    """Lays out plans over one sequence table.
+
+    Args:
+        tags: of the rows, if the plans are to have them.
+        has_state: whether sequences have state slots.
+    """
+
+    def __init__(
+        self, seqs: SequenceTable, tags: PrefixTags | None = None, *, has_state: bool = False
+    ) -> None:
         self._seqs = seqs
         self._tags = tags
+        self._has_state = has_state
+        self._state_ids: Int32 = np.empty(0, np.int32)
         self._rows: Rows | None = None  # whose settings and tables are laid out below
         self._temperature: Float32 = np.empty(0, np.float32)
         self._seeds: Int64 = np.empty(0, np.int64)
@@ -55,9 +83,7 @@ class PlanBuilder:
         rows: Rows,
         counters: RowCounters,
         num_scheduled: Int32,
-        copies: list[tuple[int, int]],
-        copy_sources: list[Int32],
-        source_owners: list[str],
+        copies: StepCopies,
     ) -> StepPlan:
         """One step over `rows`, intp [S], with their `counters` as they are now.
 
@@ -97,10 +123,13 @@ class PlanBuilder:
             temperature=self._temperature if all_sample else self._temperature[sample_seq],
             seeds=self._seeds if all_sample else self._seeds[sample_seq],
             sample_positions=context_lens if all_sample else context_lens[sample_seq],
-            block_copies=np.array(copies, np.int32) if copies else NO_COPIES,
-            copy_sources=tuple(copy_sources),
-            source_owners=tuple(source_owners),
+            block_copies=_pairs(copies.blocks),
+            copy_sources=tuple(copies.sources),
+            source_owners=tuple(copies.owners),
             tags=None if tags is None else tags.up_to(rows, counters.epochs, context_lens),
+            state_ids=self._state_ids,
+            state_copies=_pairs(copies.states),
+            state_owners=tuple(copies.state_owners),
         )
 
     def _slots(self, table_starts: Rows, positions: Int32) -> Int64:
@@ -117,6 +146,8 @@ class PlanBuilder:
         seqs = self._seqs
         if rows is not self._rows:  # the scheduler makes a new array for every new set of rows
             self._temperature, self._seeds = seqs.temperature[rows], seqs.seeds[rows]
+            if self._has_state:
+                self._state_ids = seqs.state_ids[rows]
             self._indices = np.arange(len(rows) + 1, dtype=np.int32)
             self._token_starts = rows * seqs.token_ids.shape[1]
             self._table_starts = rows * seqs.block_tables.shape[1]
@@ -125,3 +156,7 @@ class PlanBuilder:
             self._tables = seqs.block_tables[:, :width].take(rows, axis=0)
             self._tables_version = seqs.tables_version
         self._rows = rows
+
+
+def _pairs(copies: list[tuple[int, int]]) -> Int32:
+    return np.array(copies, np.int32) if copies else NO_COPIES

@@ -190,6 +190,7 @@ class ReleaseQueue:
         clock: nanoseconds, monotonic; for the withheld integral and the waits.
         observer: told of every release and every moment at which the policy may act.
         timeout_s: longest wait for one fence, in seconds; None = no limit.
+        things: what the ids are, for messages.
     """
 
     def __init__(
@@ -200,6 +201,7 @@ class ReleaseQueue:
         *,
         observer: Observer | None = None,
         timeout_s: float | None = None,
+        things: str = "blocks",
     ) -> None:
         check_name("release", policy, POLICIES)
         self.blocks = blocks
@@ -208,6 +210,7 @@ class ReleaseQueue:
         self.counters = ReleaseCounters()
         self._clock = clock
         self._timeout_s = timeout_s
+        self._things = things
         self._owner = ""  # of the table that is being given up
         self._entries: deque[_Entry] = deque()
         self._tags: dict[int, list[Fence]] = {}
@@ -343,8 +346,8 @@ class ReleaseQueue:
             ids = listed(dict.fromkeys(int(i) for entry in kept for i in entry.ids))
             owners = listed(dict.fromkeys(repr(entry.owner) for entry in kept))
             raise DeviceTimeoutError(
-                f"the fence of step {fence.step} has not passed: it keeps blocks {ids} that "
-                f"{owners} gave up; {error}"
+                f"the fence of step {fence.step} has not passed: it keeps {self._things} {ids} "
+                f"that {owners} gave up; {error}"
             ) from error
 
     def _note_peak(self) -> None:

@@ -6,6 +6,7 @@ model is.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -19,9 +20,34 @@ from deepinfer.models.hybrid.layer_plan import HybridConfig
 from deepinfer.models.hybrid.loading import draw_weights
 from deepinfer.models.hybrid.weights import HybridWeights
 from deepinfer.models.weights import Qwen3Weights, load_weights
+from deepinfer.sizing import num_state_slots
 
 Model: TypeAlias = ModelConfig | HybridConfig
 Weights: TypeAlias = Qwen3Weights | HybridWeights
+
+
+@dataclass(frozen=True, slots=True)
+class StatePool:
+    """What the host needs to know of state slots.
+
+    Attributes:
+        num_slots: slot 0 included.
+        max_rewind: tokens a state may have gone on and still serve a sequence behind fewer.
+    """
+
+    num_slots: int
+    max_rewind: int
+
+
+def state_pool(model: Model, config: EngineConfig) -> StatePool | None:
+    """The pool of a model whose requests have state; None for one that keeps all of it in blocks.
+
+    Each part of a slot has rows for a step of 1 + `max_draft_tokens` beside those it looks back at.
+    """
+    if not isinstance(model, HybridConfig):
+        return None
+    num_slots = num_state_slots(config.max_num_seqs, config.num_state_slots)
+    return StatePool(num_slots, 1 + model.max_draft_tokens)
 
 
 def load_model(model: Model, device: Device) -> Weights:
@@ -51,6 +77,6 @@ def make_runner(
     """
     if isinstance(model, HybridConfig):
         assert isinstance(weights, HybridWeights), "weights of another family"
-        return HybridRunner(model, config, weights, device)
+        return HybridRunner(model, config, weights, device, tags=tags)
     assert isinstance(weights, Qwen3Weights), "weights of another family"
     return ModelRunner(model, config, weights, device, tags=tags)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deepinfer.config import MIN_TEMPERATURE
 from deepinfer.errors import UserError, is_int, is_number
@@ -83,6 +84,7 @@ class Sequence:
         row: row in the sequence table, -1 while it has none.
         forked_table: int32, blocks a waiting fork has pinned; empty for all others.
         num_computed_tokens: rows of `forked_table` that are committed; 0 without one.
+        state_id: its state slot; 0 = none.
         num_preemptions: times its blocks were taken back.
     """
 
@@ -95,6 +97,7 @@ class Sequence:
     row: int = -1
     forked_table: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     num_computed_tokens: int = 0
+    state_id: int = 0
     num_preemptions: int = 0
 
     @property
@@ -158,9 +161,10 @@ class SequenceTable:
         stop_token_ids        where it ends by token, or NO_STOP_TOKEN
         epochs                changes when the row changes hands
 
-    Beside them `temperature` float32 [R], `seeds` int64 [R], `token_ids` int32 and `logprobs`
-    float32 [R, >= max_model_len], and `block_tables` int32 [R, max_blocks], 0 behind a table's last
-    block. `tables_version` changes with every change of a block table.
+    Beside them `temperature` float32 [R], `seeds` int64 [R], `state_ids` int32 [R], `token_ids`
+    int32 and `logprobs` float32 [R, >= max_model_len], and `block_tables` int32 [R, max_blocks], 0
+    behind a table's last block. `sequences` object [R] has whoever owns each row, or None.
+    `tables_version` changes with every change of a block table.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -179,12 +183,14 @@ class SequenceTable:
         self.epochs = by_row.epochs
         self.temperature = np.zeros(rows, np.float32)
         self.seeds = np.zeros(rows, np.int64)
+        self.state_ids = np.zeros(rows, np.int32)
         # Rows a power of two apart share a few cache sets, and the cells a step touches would evict
         # one another: a line of padding makes a step of 4096 rows a fifth cheaper.
         width = max_model_len + CACHE_LINE_TOKENS
         self.token_ids = np.zeros((rows, width), np.int32)
         self.logprobs = np.zeros((rows, width), np.float32)
         self.block_tables = np.zeros((rows, max_blocks), np.int32)
+        self.sequences = np.full(rows, None, object)  # of Sequence | None
         self.tables_version = 0
         self._free_rows = list(range(rows - 1, -1, -1))
 
@@ -192,6 +198,16 @@ class SequenceTable:
     def num_free_rows(self) -> int:
         """Rows a sequence could take now."""
         return len(self._free_rows)
+
+    def at(self, row: int) -> Sequence:
+        """The sequence that has the row."""
+        seq = self.sequences[row]
+        assert isinstance(seq, Sequence), f"row {row} belongs to nobody"
+        return seq
+
+    def names(self, rows: Rows) -> NDArray[np.object_]:
+        """The request ids of running `rows`, object [n]."""
+        return np.array([self.at(row).request_id for row in rows.tolist()], object)
 
     def gather(self, rows: Rows) -> RowCounters:
         """The counters of `rows`, intp [S], as they are now."""
@@ -209,12 +225,14 @@ class SequenceTable:
         self.stop_token_ids[row] = NO_STOP_TOKEN if stop is None else stop
         self.temperature[row] = sampling.temperature
         self.seeds[row] = sampling.seed
+        self.state_ids[row] = seq.state_id
         self.token_ids[row, :count] = seq.token_ids
         self.logprobs[row, seq.num_prompt_tokens : count] = seq.logprobs
         self.block_tables[row, : len(table)] = table
         self.num_blocks[row] = len(table)
         self.num_reserved_blocks[row] = num_reserved_blocks
         self.tables_version += 1
+        self.sequences[row] = seq
         seq.row = row
         return row
 
@@ -228,6 +246,7 @@ class SequenceTable:
         self.num_in_flight_tokens[row] = 0
         self.num_lookahead_slots[row] = 0
         self.epochs[row] += 1
+        self.sequences[row] = None
         self._free_rows.append(row)
         seq.row, seq.num_computed_tokens = -1, 0
         return table

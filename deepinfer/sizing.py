@@ -23,10 +23,13 @@ from dataclasses import dataclass
 from deepinfer.errors import UserError, check_int
 
 
-def num_state_slots(max_num_seqs: int) -> int:
-    """`floor(1.2 * max_num_seqs) + 1`, in whole numbers; slot 0 is never handed out."""
+def num_state_slots(max_num_seqs: int, chosen: int = 0) -> int:
+    """Slots of the pool, slot 0 included, which is never handed out.
+
+    `chosen`, or if that is 0 `floor(1.2 * max_num_seqs) + 1`, in whole numbers.
+    """
     check_int("max_num_seqs", max_num_seqs, 1)
-    return max_num_seqs * 6 // 5 + 1
+    return chosen or max_num_seqs * 6 // 5 + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,7 +162,7 @@ class Worker:
         flight = InFlightStep(plan.step, self._device)
 
         read, written = _touched_rows(plan, self._block_size)
-        states = (Access(STATE, plan.state_ids),) if len(plan.state_ids) else ()
+        states = (Access(STATE, plan.state_ids, holders=plan.rows),) if len(plan.state_ids) else ()
         flight.record_start(self._compute_stream)
         self._compute_stream.submit(
             lambda: flight.deliver(self.runner.forward(plan)),

@@ -30,6 +30,8 @@ class ChecksType(click.ParamType[Any]):
         names = CHECKS if value == ALL else dict.fromkeys(map(str.strip, value.split(",")))
         for name in names:
             if name not in CHECKS:
+                if name in (ALL, OFF):
+                    self.fail(f"{name!r} stands alone (got {value!r})", param, ctx)
                 expected = choices(name, (*CHECKS, ALL, OFF))
                 self.fail(f"unknown checker (got {name!r}); expected {expected}", param, ctx)
         return "+".join(names)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deepinfer.errors import UserError, check_name
 from deepinfer.names import RELEASE_POLICIES
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from deepinfer.testing.explorer.walk import Tally
 
 SECONDS = 60.0
+UNASKED = "explorations"  # the folder of failures that nobody expected
 ALIGN = ("left", "left", "left", *["right"] * 4, "left")
 
 
@@ -57,7 +59,8 @@ ALIGN = ("left", "left", "left", *["right"] * 4, "left")
 @click.option(
     "--save",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for the shortest run of each row that goes wrong, as JSON for `replay`.",
+    help="Folder for the shortest run of each row that goes wrong, as JSON for `replay`; without "
+    f"it, runs that should not have gone wrong are kept in {UNASKED}.",
 )
 @click.option("--format", "format_name", type=click.Choice(("text", "json")), default="text")
 @click.pass_context
@@ -79,13 +82,16 @@ def explore(
     streams and, if something races with the engine, on one. Exit code 1 if a safe policy went
     wrong, or `early` did not where transfers race with the engine.
     """
-    from deepinfer.errors import check_name
     from deepinfer.testing.explorer.scenarios import SCENARIOS
 
     for name in scenarios:
         check_name("scenario", name, SCENARIOS)
     for name in releases:
         check_name("release", name, RELEASE_POLICIES)
+    if operations is not None and scenarios:
+        raise click.UsageError("--operations makes its own engines and calls: no --scenario")
+    if save is not None:
+        _make(save)
     if operations is not None:
         passed = _walk(operations, seed, releases, seconds, save, format_name)
     else:
@@ -121,7 +127,7 @@ def _survey(
     for row in rows:
         if row.example is not None and (save is not None or not row.as_expected):
             name = f"{row.scenario}-{row.release}-{row.streams}"
-            _keep(save or Path("explorations"), name, *row.example)
+            _keep(save or Path(UNASKED), name, *row.example)
     return all(row.as_expected for row in rows)
 
 
@@ -205,7 +211,7 @@ def _walk(
         _print_tallies(tallies, took)
     for walk in failed:
         name = f"walk-{walk.seed}-{walk.setup.config.release}"
-        _keep(save or Path("explorations"), name, walk.setup, walk.outcome)
+        _keep(save or Path(UNASKED), name, walk.setup, walk.outcome)
     return not failed
 
 
@@ -232,6 +238,14 @@ def _print_tallies(tallies: Sequence[Tally], took: float) -> None:
 
 
 # -- both ----------------------------------------------------------------------------------------
+
+
+def _make(folder: Path) -> None:
+    """Make the folder now, not after an hour of exploring."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--save {folder}: cannot make the folder: {error.strerror}") from error
 
 
 def _keep(folder: Path, name: str, setup: Setup, outcome: Outcome) -> None:

@@ -7,6 +7,7 @@ measures them. Invariant: a run whose answers were wrong says so and ends with e
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ SAMPLE_KEYS = (
     *("torch_allocated", "weights", "kv_pool", "free", "withheld", "owned", "live"),
     "num_live_tokens",
 )
+STATE_KEYS = ("state_pool", "states_free", "states_withheld", "states_owned")
 MIB = 2**20
 
 
@@ -217,12 +219,13 @@ def _memory_sheet(profile: MemoryProfile, *, over_time: bool) -> Sheet:
         "undefined": _undefined(profile),
     }
     if over_time:
+        keys = (*SAMPLE_KEYS, *(STATE_KEYS if profile.fullest.state_pool is not None else ()))
         return Sheet(
-            headers=[key.replace("_", " ") for key in SAMPLE_KEYS],
-            cells=[_sample_cells(sample) for sample in profile.samples],
-            align=["right"] * len(SAMPLE_KEYS),
+            headers=[key.replace("_", " ") for key in keys],
+            cells=[_sample_cells(sample, keys) for sample in profile.samples],
+            align=["right"] * len(keys),
             remarks=_memory_remarks(profile),
-            keys=SAMPLE_KEYS,
+            keys=keys,
             records=samples,
             facts=facts,
         )
@@ -248,9 +251,11 @@ def _layer_cells(row: MemoryRow) -> list[str]:
     return [". " * row.depth + row.layer, _mib(row.size), row.gap_name, gap]
 
 
-def _sample_cells(sample: MemorySample) -> list[str]:
-    sizes = [_mib(getattr(sample, key)) for key in SAMPLE_KEYS[2:-1]]
-    return [str(sample.step), figure(sample.time_s, 3), *sizes, str(sample.num_live_tokens)]
+def _sample_cells(sample: MemorySample, keys: Sequence[str]) -> list[str]:
+    as_text = {"time_s": figure(sample.time_s, 3)}
+    for key in ("step", "num_live_tokens"):
+        as_text[key] = str(getattr(sample, key))
+    return [as_text.get(key) or _mib(getattr(sample, key)) for key in keys]
 
 
 def _mib(size: int | None) -> str:

@@ -124,8 +124,13 @@ def command(
     source = OperationLog(log)
     cells = _cells(source, axes, managers, _parse_checks(checks), progress)
     replay_all(source, [replay for _, replay in cells])
-    click.echo(_render(source, cells, format_name), nl=False)
     replays = [replay for _, replay in cells]
+    if not any(replay.figures.operations or replay.stopped for replay in replays):
+        raise UserError(
+            f"{log}: the log holds no operation",
+            hint="the recorded run ended before its first measured step; record it again",
+        )
+    click.echo(_render(source, cells, format_name), nl=False)
     no_end = all(replay.stopped for replay in replays)
     ctx.exit(1 if no_end or any(replay.has_failed for replay in replays) else 0)
 
@@ -174,12 +179,14 @@ def _cells(
     from deepinfer.testing.oplog.managers import block_manager
     from deepinfer.testing.oplog.replay import Replay
 
-    values: dict[str, tuple[Any, ...]] = parse_axes(axes)
-    for name in values:
+    for item in axes:
+        name = item.partition("=")[0].strip().replace("-", "_")
         if name not in AXES:
             raise UserError(
-                f"axis {name}: what it decides is in the log; expected one of {', '.join(AXES)}"
+                f"axis {name}: what it decides is in the log, or nothing; expected "
+                f"{choices(name, AXES)}"
             )
+    values: dict[str, tuple[Any, ...]] = parse_axes(axes)
     makers = {name: block_manager(name) for name in managers}
     if makers:
         values["manager"] = tuple(makers)
@@ -265,5 +272,5 @@ def _notes(log: OperationLog, cells: Sequence[tuple[Mapping[str, Any], Replay]])
             f"{name}: {finding}" for finding in first.values() if replay.stopped != finding.message
         ]
     if log.truncated:
-        notes.append("The log ends within a line: the recorded run was cut off there.")
+        notes.append("The log has no end: the recorded run was cut off there.")
     return [*notes, *LEGEND]

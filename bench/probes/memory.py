@@ -1,7 +1,7 @@
 """Whose memory it is: from what the driver counts down to the bytes of live tokens, step by step.
 
     NVML used > this process > torch reserved > torch allocated > weights, pools, workspace
-                                                                     KV pool > owned > live tokens
+                                                  KV pool > owned > live tokens, state pool > owned
 
 All layers are read at one moment of a step: it is in flight and past its release point. What lies
 between a layer and the one inside it has a name: the gap. Knows the collectors and the engine's
@@ -42,6 +42,8 @@ class MemorySample:
         time_s: since the round's first step.
         torch_allocated: the allocator's peak while the step was submitted.
         free, withheld, owned: bytes of blocks in that state; block 0 is in none of them.
+        state_pool: state slots, slot 0 included; None if requests have none.
+        states_free, states_withheld, states_owned: as of blocks.
         live: bytes of committed rows in owned blocks, each shared row once.
         num_live_tokens: these rows.
     """
@@ -60,6 +62,10 @@ class MemorySample:
     owned: int
     live: int
     num_live_tokens: int
+    state_pool: int | None = None
+    states_free: int = 0
+    states_withheld: int = 0
+    states_owned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +137,7 @@ def profile_memory(
         target.close()
     return MemoryProfile(
         samples=tuple(engine.samples),
-        undefined={**engine.reasons, "state pool": NO_STATE_POOL},
+        undefined=engine.reasons,
         device=resolved.device,
         release=resolved.engine.release,
         block_size=resolved.engine.block_size,
@@ -201,8 +207,21 @@ class _MemoryEngine(LLMEngine):
                 owned=blocks.num_held * cache.bytes_per_block,
                 live=num_live * cache.bytes_per_block // cache.block_size,
                 num_live_tokens=num_live,
+                **self._state_bytes(),
             )
         )
+
+    def _state_bytes(self) -> dict[str, int]:
+        """Of the state slots; nothing where there are none."""
+        if self.states is None:
+            return {}
+        slots, size = self.states.slots, self.cache.bytes_per_slot
+        return {
+            "state_pool": slots.num_blocks * size,
+            "states_free": slots.num_free * size,
+            "states_withheld": slots.num_withheld * size,
+            "states_owned": slots.num_held * size,
+        }
 
 
 def num_live_tokens(engine: LLMEngine) -> int:
@@ -254,7 +273,7 @@ class _AllocatorHistory:
 
 def waterfall(sample: MemorySample) -> list[MemoryRow]:
     """The layers at one moment, the outermost first, each with its gap."""
-    inside = sample.weights + sample.kv_pool
+    inside = sample.weights + sample.kv_pool + (sample.state_pool or 0)
     other = _less(sample.process_rss, inside)
     block_0 = sample.kv_pool - sample.free - sample.withheld - sample.owned
     workspace = _less(sample.torch_allocated, inside)
@@ -278,7 +297,7 @@ def waterfall(sample: MemorySample) -> list[MemoryRow]:
             None if on_gpu or other is None or other < 0 else other,
         ),
         MemoryRow("weights", 4, sample.weights),
-        MemoryRow("state pool", 4, None),
+        *_states(sample),
         MemoryRow("workspace", 4, workspace),
         MemoryRow("KV pool", 4, sample.kv_pool, "block 0, nobody's", block_0),
         MemoryRow("free blocks", 5, sample.free),
@@ -288,6 +307,22 @@ def waterfall(sample: MemorySample) -> list[MemoryRow]:
             sample.owned - sample.live,
         ),
         MemoryRow("live tokens", 6, sample.live),
+    ]
+
+
+def _states(sample: MemorySample) -> list[MemoryRow]:
+    """The state pool and its parts."""
+    if sample.state_pool is None:
+        return [MemoryRow("state pool", 4, None)]
+    parts = {
+        "free state slots": sample.states_free,
+        "withheld state slots": sample.states_withheld,
+        "owned state slots": sample.states_owned,
+    }
+    slot_0 = sample.state_pool - sum(parts.values())
+    return [
+        MemoryRow("state pool", 4, sample.state_pool, "slot 0, nobody's", slot_0),
+        *(MemoryRow(layer, 5, size) for layer, size in parts.items()),
     ]
 
 

@@ -17,12 +17,12 @@ from tabulate import tabulate
 from bench.diff import HIGHER_IS_BETTER, CellDifference, Change, Difference, source_of
 from bench.provenance import commit_of
 from bench.report.markdown import escape
-from bench.report.table import METRIC_COLUMNS
+from bench.report.table import METRIC_COLUMNS, SLOT_COLUMNS
 from bench.samples import Samples
 
 FORMATS = ("text", "md", "json")
 WIDTH = 100
-_TITLES = {column.key: column.title for column in METRIC_COLUMNS}
+_TITLES = {column.key: column.title for column in (*METRIC_COLUMNS, *SLOT_COLUMNS)}
 _HEADERS = ("cell", "figure", "base", "new", "new / base", "98 % interval", "verdict")
 _ALIGN = ("left", "left", "right", "right", "right", "left", "left")
 

@@ -36,10 +36,15 @@ _MEDIANS = {
     "withheld_block_ms": "withheld block-ms",
     "block_copies": "copies",
     "later": "LATER",
+    "later_blocks": "LATER",
+    "later_slots": "LATER",
     "preemptions": "preemptions",
 }
 _PEAKS = {
     "withheld_blocks_peak": "withheld peak",
+    "held_blocks_peak": "blocks and slots held",
+    "held_slots_peak": "blocks and slots held",
+    "withheld_slots_peak": "slots withheld",
     "nvml_used_mib": "memory",
     "torch_peak_mib": "memory",
     "process_rss_mib": "memory",

@@ -79,7 +79,7 @@ def _found(m: CellMetrics) -> str:
 def _checked(m: CellMetrics) -> str:
     if not m.checks:
         return ""
-    return f"{' and '.join(m.checks)} checked in measured rounds too, whose times include it"
+    return f"{', '.join(m.checks)} checked in measured rounds too, whose times include it"
 
 
 def _unsafe(m: CellMetrics) -> str:

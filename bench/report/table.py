@@ -69,6 +69,14 @@ METRIC_COLUMNS = (
     Column("torch_peak_mib", "torch peak\nMiB", "number"),
     Column("process_rss_mib", "RSS\nMiB", "number"),
 )
+# Blocks and state slots apart, of models that have both; beside the columns above.
+SLOT_COLUMNS = (
+    Column("held_blocks_peak", "blocks\nheld peak", "count"),
+    Column("held_slots_peak", "slots\nheld peak", "count"),
+    Column("withheld_slots_peak", "slots\nwithheld peak", "count"),
+    Column("later_blocks", "LATER\nblocks", "count"),
+    Column("later_slots", "LATER\nslots", "count"),
+)
 FIRST_AXES = ("release", "free_order")
 
 
@@ -154,11 +162,13 @@ def build_table(samples: Samples) -> Table:
     """The table of a results file, a row per cell in the order of the file."""
     metrics = compute_metrics(samples)
     judgements = judge_cells(metrics)
-    axes = _axis_columns(samples)
+    axes, figures = _axis_columns(samples), _metric_columns(samples)
     return Table(
         samples=samples,
-        columns=(*axes, *METRIC_COLUMNS),
-        rows=tuple(_row(m, axes, judged) for m, judged in zip(metrics, judgements, strict=True)),
+        columns=(*axes, *figures),
+        rows=tuple(
+            _row(m, axes, figures, judged) for m, judged in zip(metrics, judgements, strict=True)
+        ),
         notes=build_notes(samples, metrics, judgements),
     )
 
@@ -171,13 +181,26 @@ def _axis_columns(samples: Samples) -> tuple[Column, ...]:
     return tuple(Column(name, name.replace("_", "\n", 1), "axis") for name in names)
 
 
-def _row(cell: CellMetrics, axes: tuple[Column, ...], judged: Judgement) -> Row:
+def _metric_columns(samples: Samples) -> tuple[Column, ...]:
+    """All figures there are; those of state slots behind the block's, where slots were counted."""
+    if not any("num_state_slots" in r.counters for r in samples.rounds):
+        return METRIC_COLUMNS
+    at = 1 + [column.key for column in METRIC_COLUMNS].index("later")
+    return (*METRIC_COLUMNS[:at], *SLOT_COLUMNS, *METRIC_COLUMNS[at:])
+
+
+def _row(
+    cell: CellMetrics,
+    axes: tuple[Column, ...],
+    figures: tuple[Column, ...],
+    judged: Judgement,
+) -> Row:
     values: dict[str, Any] = {column.key: cell.cell.axes.get(column.key) for column in axes}
     undefined: dict[str, str] = {}
     compared = _ratio_metrics(judged)
     values["verdict"] = judged.verdict.value if judged.verdict else judged.why.value
     values["verdict_reason"] = judged.why.value
-    for column in METRIC_COLUMNS:
+    for column in figures:
         if column.key in values:
             continue
         metric = compared.get(column.key) or getattr(cell, column.key)

@@ -6,11 +6,16 @@ a change once it is made; a call the manager refuses is not heard of.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from deepinfer.block_manager import BlockIds, BlockManager
 from deepinfer.free_list import Ids
 from deepinfer.observer import Observer
+
+
+def observed(blocks: BlockManager, observer: Observer | None) -> BlockManager:
+    """The block manager to use instead of `blocks`, so that `observer` is told, if there is one."""
+    return blocks if observer is None else cast(BlockManager, ObservedBlocks(blocks, observer))
 
 
 class ObservedBlocks:

@@ -34,6 +34,22 @@ class FenceQueue(Protocol):
         ...
 
 
+class SlotPool(Protocol):
+    """State slots and their queue."""
+
+    slots: BlockManager
+
+    @property
+    def release(self) -> FenceQueue:
+        """The queue through which slots go back."""
+        ...
+
+    @property
+    def pinned(self) -> list[int]:
+        """The slots that forks have pinned until they are copied, one for each fork."""
+        ...
+
+
 class Host(Protocol):
     """Requests, their tables, the pool and the release queue."""
 
@@ -44,6 +60,11 @@ class Host(Protocol):
     @property
     def release(self) -> FenceQueue:
         """The queue through which blocks go back."""
+        ...
+
+    @property
+    def states(self) -> SlotPool | None:
+        """The pool of state slots; None for a model without state."""
         ...
 
     @property

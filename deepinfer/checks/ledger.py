@@ -1,4 +1,4 @@
-"""The checkers' own books: owners, fences, names and epochs of every block.
+"""The checkers' own books: owners, fences, names and epochs of every block, or state slot.
 
 Written up from what an observer is told and from nothing else, so they can be held against the
 block manager's. Knows no rule: what a contradiction means is for the checkers built on it. An
@@ -124,7 +124,11 @@ class Ledger(Observer):
     def bind(self, host: Host) -> None:
         """Whose requests and blocks these are."""
         self.host = host
-        num_blocks = self.num_blocks = host.config.num_blocks
+        self.open(host.config.num_blocks)
+
+    def open(self, num_blocks: int) -> None:
+        """Begin books of a pool in which nothing is owned."""
+        self.num_blocks = num_blocks
         self.refs = np.zeros(num_blocks, np.int32)
         self.fences = np.zeros(num_blocks, np.int32)
         self.epochs = np.zeros(num_blocks, np.int32)

@@ -27,10 +27,15 @@ from deepinfer.checks.clocks import Clock, Clocks
 from deepinfer.checks.findings import Findings
 from deepinfer.checks.host import Host
 from deepinfer.checks.ledger import Index, Ledger
-from deepinfer.observer import KV, RECORD, STAGING, Access, Ints
+from deepinfer.observer import KV, RECORD, STAGING, STATE, Access, Ints
 
 HOST = "host"
-THINGS = {KV: "block", STAGING: "the host arrays of step", RECORD: "the result of step"}
+THINGS = {
+    KV: "block",
+    STATE: "state slot",
+    STAGING: "the host arrays of step",
+    RECORD: "the result of step",
+}
 
 
 @dataclass(slots=True)
@@ -43,8 +48,8 @@ class _Touch:
     start: Ints | None
     end: Ints | None
     holders: Ints | None
-    epochs: NDArray[np.int32] | None  # of KV only
-    owners: dict[int, str]  # of blocks, where nobody in particular is the holder
+    epochs: NDArray[np.int32] | None  # of what is owned only
+    owners: dict[int, str]  # where nobody in particular is the holder
 
     def rows(self, block_id: int, block_size: int) -> tuple[Index, Ints, Ints]:
         """Where the block is named, and the rows it is named with: start and end."""
@@ -74,9 +79,17 @@ class _Operation:
 
 
 class OrderChecker(Ledger):
-    """Reports every hazard once: per block and pair of operations."""
+    """Reports every hazard once: per block, or state slot, and pair of operations.
+
+    Attributes:
+        states: the books of state slots.
+    """
+
+    states: Ledger
 
     def __init__(self, block_size: int, findings: Findings) -> None:
+        self.states = Ledger()
+        self._books: dict[str, Ledger] = {KV: self}  # of what is owned, by kind
         self._block_size = block_size
         self._findings = findings
         self._clocks = Clocks()
@@ -87,7 +100,11 @@ class OrderChecker(Ledger):
         """Whose requests and blocks these are."""
         super().bind(host)
         self._marks = np.zeros(self.num_blocks, bool)  # all False between two calls
-        self._slot_of_row = np.full(host.config.max_num_seqs, -1, np.intp)
+        if host.states is not None:
+            self.states.open(host.states.slots.num_blocks)
+            self._books[STATE] = self.states
+        rows = host.config.max_num_seqs
+        self._owner_of_row = {kind: np.full(rows, -1, np.intp) for kind in self._books}
 
     # -- what orders operations ------------------------------------------------------------------
 
@@ -181,7 +198,7 @@ class OrderChecker(Ledger):
         i, j = pairs[0].tolist() if len(pairs) else (0, 0)
         what = f"{THINGS.get(new.kind, new.kind)} {number}"
         whose_new, whose_old = "", ""
-        if new.kind == KV:
+        if new.kind in self._books:
             if len(pairs) and not (new.start is None and old.start is None):
                 what += f" row {max(old_start[i], new_start[j])}"
             whose_new = f" for {later.owner(new, int(at_new[j]))}"
@@ -191,8 +208,8 @@ class OrderChecker(Ledger):
             f"it behind {earlier}, which {'writes' if old.writes else 'reads'} it{whose_old}"
         )
         if next_epoch:
-            release = self.let_go[number]
-            message += f"; block {release}, policy {self.host.config.release}"
+            release = self._books[new.kind].let_go[number]
+            message += f"; {THINGS[new.kind]} {release}, policy {self.host.config.release}"
         return message
 
     # -- whose blocks they are -------------------------------------------------------------------
@@ -208,9 +225,10 @@ class OrderChecker(Ledger):
         operation = _Operation(stream, label, index, [], {})
         if any(access.holders is not None for access in (*reads, *writes)):
             operation.names = {seq.row: seq.request_id for seq in self.host.running}
-            self._slot_of_row.fill(-1)
-            for row, name in operation.names.items():
-                self._slot_of_row[row] = self.names.slot(name)
+            for kind, owners in self._owner_of_row.items():
+                owners.fill(-1)
+                for row, name in operation.names.items():
+                    owners[row] = self._books[kind].names.slot(name)
         for accesses, writing in ((reads, False), (writes, True)):
             for access in accesses:
                 operation.touches.append(self._touch(operation, access, writing))
@@ -219,24 +237,25 @@ class OrderChecker(Ledger):
     def _touch(self, operation: _Operation, access: Access, writes: bool) -> _Touch:
         ids = access.ids.astype(np.intp)
         touch = _Touch(access.kind, writes, ids, access.start, access.end, access.holders, None, {})
-        if access.kind != KV or not len(ids):
+        books = self._books.get(access.kind)
+        if books is None or not len(ids):
             return touch
-        if ids.min() <= 0 or ids.max() >= self.num_blocks:  # block 0 is nobody's, and anybody's
-            touch = self._inside(operation, touch)
-        touch.epochs = self.epochs[touch.ids]
+        if ids.min() <= 0 or ids.max() >= books.num_blocks:  # id 0 is nobody's, and anybody's
+            touch = self._inside(operation, touch, books)
+        touch.epochs = books.epochs[touch.ids]
         if touch.holders is None:
-            touch.owners = self.names.of(np.unique(touch.ids))
-        self._check_owners(operation, touch)
+            touch.owners = books.names.of(np.unique(touch.ids))
+        self._check_owners(operation, touch, books)
         return touch
 
-    def _inside(self, operation: _Operation, touch: _Touch) -> _Touch:
-        """The touch without what is no block one can own."""
-        outside = (touch.ids < 0) | (touch.ids >= self.num_blocks)
+    def _inside(self, operation: _Operation, touch: _Touch, books: Ledger) -> _Touch:
+        """The touch without what is no block, or slot, one can own."""
+        outside, thing = (touch.ids < 0) | (touch.ids >= books.num_blocks), THINGS[touch.kind]
         for number in np.unique(touch.ids[outside]).tolist():
             self._once(
-                (number, touch.writes),
-                f"{operation} {'writes' if touch.writes else 'reads'} block {number}; "
-                f"blocks run from 0 to {self.num_blocks - 1}",
+                (touch.kind, number, touch.writes),
+                f"{operation} {'writes' if touch.writes else 'reads'} {thing} {number}; "
+                f"{thing}s run from 0 to {books.num_blocks - 1}",
             )
         keep = ~outside & (touch.ids != 0)
         parts = (touch.ids, touch.start, touch.end, touch.holders)
@@ -244,25 +263,26 @@ class OrderChecker(Ledger):
         assert ids is not None
         return _Touch(touch.kind, touch.writes, ids, start, end, holders, None, {})
 
-    def _check_owners(self, operation: _Operation, touch: _Touch) -> None:
-        ids, refs = touch.ids, self.refs[touch.ids]
+    def _check_owners(self, operation: _Operation, touch: _Touch, books: Ledger) -> None:
+        ids, refs = touch.ids, books.refs[touch.ids]
         wrong = refs == 0
         if touch.holders is not None:
-            slots = self._slot_of_row.take(touch.holders, mode="clip")
-            all_named = self.names.counts[ids] == refs
-            wrong |= all_named & ~self.names.hold(slots, ids)
+            slots = self._owner_of_row[touch.kind].take(touch.holders, mode="clip")
+            all_named = books.names.counts[ids] == refs
+            wrong |= all_named & ~books.names.hold(slots, ids)
         if not wrong.any():
             return
-        owners = self.names.of(np.unique(ids[wrong]))
+        owners = books.names.of(np.unique(ids[wrong]))
         for at in np.flatnonzero(wrong).tolist():
             block_id = int(ids[at])
             holder = "" if touch.holders is None else f" for {operation.owner(touch, at)}"
             state = f"belongs to {owners.get(block_id)}"
             if not refs[at]:
-                state = f"belongs to nobody: {self.releases[block_id] or 'never handed out'}"
+                state = f"belongs to nobody: {books.releases[block_id] or 'never handed out'}"
             self._once(
-                (block_id, int(self.epochs[block_id]), bool(refs[at]), holder),
-                f"{operation} {'writes' if touch.writes else 'reads'} block {block_id}{holder}, "
+                (touch.kind, block_id, int(books.epochs[block_id]), bool(refs[at]), holder),
+                f"{operation} {'writes' if touch.writes else 'reads'} "
+                f"{THINGS[touch.kind]} {block_id}{holder}, "
                 f"which {state}",
             )
 

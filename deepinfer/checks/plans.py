@@ -52,9 +52,24 @@ class PlanCheck:
         yield from broken
         if not broken:  # what follows relies on sizes and tables
             yield from self._positions()
+            yield from self._tokens()
             yield from self._slots()
             yield from self._rows_read()
         yield from self._copies()
+
+    def _tokens(self) -> Iterator[Contradiction]:
+        """The tokens computed are those that the requests have at these positions."""
+        plan, seqs = self._plan, self._seqs
+        rows = plan.rows.repeat(plan.num_scheduled)
+        inside = (plan.positions >= 0) & (plan.positions < seqs.token_ids.shape[1])
+        known = seqs.token_ids[rows, np.where(inside, plan.positions, 0)]
+        for at in np.flatnonzero(inside & (plan.token_ids != known)).tolist():
+            row = int(rows[at])
+            yield (
+                ("token", row),
+                f"position {int(plan.positions[at])} of {self._name(row)} is computed with token "
+                f"{int(plan.token_ids[at])}; its token there is {int(known[at])}",
+            )
 
     def _sizes(self) -> Iterator[Contradiction]:
         """As many positions and slots as tokens were scheduled."""

@@ -107,12 +107,14 @@ class PrefixTags:
     def describe(self, plan: StepPlan, wrong: WrongRows) -> Iterator[str]:
         """A sentence for each of the first wrong rows, naming whose row was read instead."""
         assert plan.tags is not None, "rows were compared"
-        for seq, position, found in zip(
-            wrong.seqs.tolist(), wrong.positions.tolist(), wrong.found.tolist(), strict=True
-        ):
+        slots = np.zeros_like(wrong.seqs) if wrong.slots is None else wrong.slots
+        columns = (wrong.seqs, wrong.positions, wrong.found, slots)
+        for seq, position, found, slot in zip(*(c.tolist() for c in columns), strict=True):
             row, epoch = int(plan.rows[seq]), int(plan.epochs[seq])
             block_size = self._seqs.block_size
-            if position < plan.context_lens[seq]:
+            if slot:
+                place, expected = f"position {position} (slot {slot})", "its own row"
+            elif position < plan.context_lens[seq]:
                 block = int(plan.block_tables[seq, position // block_size])
                 place, expected = f"position {position} (block {block})", "its own row"
             else:

@@ -98,19 +98,33 @@ class RowTags:
             reads: what attention gathers, new rows included.
         """
         # One copy to the device for both: the new tags, then those expected.
-        tags = device.upload(np.concatenate((_new_tags(plan), *_expected(plan, reads))))
+        tags = device.upload(np.concatenate((new_tags(plan), *_expected(plan, reads))))
         num_new = len(plan.positions)
         self._tags.index_copy_(0, slots, tags[:num_new])
         gathered = [read.slots.expand(len(read.seqs), -1).reshape(-1) for read in reads]
         found = self._tags.index_select(0, torch.cat(gathered))
-        num_wrong = (found != tags[num_new:]).cumsum(0)
-        first = torch.searchsorted(num_wrong, self._ranks)
-        shown = found.index_select(0, first.clamp(max=len(found) - 1))
-        report = torch.cat((num_wrong[-1:], first, shown))
+        report = first_wrong(found != tags[num_new:], found, self._ranks)
         return Comparison(reads, device.download(report))
 
 
-def _new_tags(plan: StepPlan) -> Int64:
+def first_wrong(wrong: Tensor, found: Tensor, ranks: Tensor) -> Tensor:
+    """How many rows are wrong, where the first of them are, and what was found there.
+
+    Args:
+        wrong: bool [n], n > 0.
+        found: int64 [n], the tags.
+        ranks: 1 ... `NUM_SHOWN`, on the device.
+
+    Returns:
+        int64 [1 + 2 * `NUM_SHOWN`]; places and tags behind the count's number are any.
+    """
+    num_wrong = wrong.cumsum(0)
+    first = torch.searchsorted(num_wrong, ranks)
+    shown = found.index_select(0, first.clamp(max=len(found) - 1))
+    return torch.cat((num_wrong[-1:], first, shown))
+
+
+def new_tags(plan: StepPlan) -> Int64:
     """Of the step's tokens, int64 [T]."""
     assert plan.tags is not None, "the plan was made with tags"
     seqs = np.arange(plan.num_seqs).repeat(plan.num_scheduled)

@@ -7,10 +7,8 @@ the engine gets its own device and block manager back, and every call here retur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from deepinfer.block_manager import BlockManager
-from deepinfer.checks.blocks import ObservedBlocks
 from deepinfer.checks.conservation import ConservationChecker, Holder
 from deepinfer.checks.findings import Findings
 from deepinfer.checks.order import OrderChecker
@@ -25,13 +23,13 @@ from deepinfer.plan import StepPlan, StepResult
 if TYPE_CHECKING:
     from deepinfer.checks.host import Host
 
-OFF = "off"
+OFF, ALL = "off", "all"
 
 
 def parse_checks(value: str) -> tuple[str, ...]:
-    """The checkers that `off` or `tags+order` names. Raises UserError for any other name."""
-    if value == OFF:
-        return ()
+    """The checkers that `off`, `all` or `tags+order` names. UserError for any other name."""
+    if value in (OFF, ALL):
+        return () if value == OFF else CHECKS
     names = tuple(dict.fromkeys(value.split("+")))
     for name in names:
         check_name("checks", name, CHECKS)
@@ -49,6 +47,7 @@ class Checks:
     Attributes:
         findings: what the checkers found.
         observer: what is to be told of everything; None if nobody wants to know.
+        state_observer: the same, of the pool of state slots.
     """
 
     def __init__(self, value: str, block_size: int, observers: Sequence[Observer] = ()) -> None:
@@ -60,9 +59,8 @@ class Checks:
             ConservationChecker(block_size, self.findings) if "conservation" in self.names else None
         )
         parts = [*observers, *(part for part in (self._order, self._conservation) if part)]
-        self.observer: Observer | None = Observers(parts) if len(parts) > 1 else None
-        if len(parts) == 1:
-            self.observer = parts[0]
+        self.observer = _one(parts)
+        self.state_observer = _one([part.states for part in parts if part.states is not None])
 
     @property
     def tags(self) -> bool:
@@ -72,12 +70,6 @@ class Checks:
     def watch_device(self, device: Device) -> Device:
         """The device to use instead of `device`."""
         return device if self.observer is None else ObservedDevice(device, self.observer)
-
-    def watch_blocks(self, blocks: BlockManager) -> BlockManager:
-        """The block manager to use instead of `blocks`."""
-        if self.observer is None:
-            return blocks
-        return cast(BlockManager, ObservedBlocks(blocks, self.observer))
 
     def bind(self, host: Host) -> None:
         """Tell the checkers whose requests and blocks they look at."""
@@ -115,3 +107,10 @@ class Checks:
         for number, message in enumerate(messages, start=1):
             is_last = number == len(messages)
             self.findings.add("tags", plan.step, message, 1 + more * is_last)
+
+
+def _one(parts: Sequence[Observer]) -> Observer | None:
+    """Several observers as one; None for none."""
+    if len(parts) > 1:
+        return Observers(parts)
+    return parts[0] if parts else None

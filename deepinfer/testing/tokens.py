@@ -5,6 +5,10 @@ made of them. A step writes its rows, reads every row of its context, and derive
 from what it found there: a wrong row shows up as a count, and as a wrong answer, as it would with a
 network. Implements `worker.Runner`. No torch.
 
+Where requests have state, a slot is the smallest ring there can be: of the last positions written
+it holds the number of each prefix. A step goes on from the number before its first token, token by
+token, and its answer depends on where that led.
+
 Knows nothing of who owns a block. Invariant: the same tokens give the same numbers and the same
 answers in every process and on every machine.
 """
@@ -69,14 +73,28 @@ class _Zeros:
 class TokenRunner:
     """A pool of rows, and steps over them.
 
+    Args:
+        num_states: state slots, slot 0 included; 0 = requests have no state.
+        max_rewind: positions that a ring holds beside the one before a step.
+
     Attributes:
         rows: what each slot holds, [num_blocks * block_size].
-        wrong_rows: rows that a step read and that did not hold what belongs there.
+        states: what each state slot holds, [num_states][max_rewind + 1], position p at p % length.
+        wrong_rows: rows, and rows of states, that a step read and that did not hold what belongs
+            there.
         to_say: tokens to answer with instead of the derived ones, int32 [M]; None = derived.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        num_states: int = 0,
+        max_rewind: int = 0,
+    ) -> None:
         self.rows = [EMPTY] * (num_blocks * block_size)
+        self.states = [[EMPTY] * (max_rewind + 1) for _ in range(num_states)]
         self.wrong_rows = 0
         self.to_say: Int32 | None = None
         self._block_size = block_size
@@ -106,8 +124,10 @@ class TokenRunner:
             rows[target * size : (target + 1) * size] = content
 
     def copy_states(self, pairs: Int32) -> None:
-        """Never called: these rows have no state beside them."""
-        raise AssertionError("no state slots")
+        """Inside submitted work: see `worker.Runner`."""
+        contents = [self.states[source][:] for source, _ in pairs.tolist()]
+        for (_, target), content in zip(pairs.tolist(), contents, strict=True):
+            self.states[target] = content
 
     def forward(self, plan: StepPlan) -> StepReadback:
         """Inside submitted work: see `worker.Runner`."""
@@ -124,8 +144,28 @@ class TokenRunner:
             found.append([rows[slot] for slot in self.slots(table, len(expected))])
             if found[-1] != expected:
                 self.wrong_rows += sum(map(int.__ne__, found[-1], expected))
+        if self.states:
+            for context, state in zip(found, self._go_on(plan, truth), strict=True):
+                context.append(state)
         sampled = plan.sample_seq.tolist()
         if not sampled:
             return StepReadback()
         tokens = [next_token(found[index], self._vocab_size) for index in sampled]
         return StepReadback(_OnHost(self, np.array(tokens, np.int32)), _Zeros(len(tokens)))
+
+    def _go_on(self, plan: StepPlan, truth: list[list[int]]) -> list[int]:
+        """Bring the state of each sequence from before its first token to its last one."""
+        ends, counts = plan.context_lens.tolist(), plan.num_scheduled.tolist()
+        tokens = iter(plan.token_ids.tolist())
+        reached = []
+        for slot, end, count, right in zip(
+            plan.state_ids.tolist(), ends, counts, truth, strict=True
+        ):
+            ring, start = self.states[slot], end - count
+            state = ring[(start - 1) % len(ring)] if start else EMPTY
+            self.wrong_rows += start > 0 and state != right[start - 1]
+            for position in range(start, end):
+                state = extend(state, next(tokens))
+                ring[position % len(ring)] = state
+            reached.append(state)
+        return reached

@@ -25,17 +25,20 @@ from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.device.wrapper import DeviceWrapper
 from deepinfer.engine import LLMEngine
 from deepinfer.errors import OwnershipError
+from deepinfer.models.hybrid.layer_plan import V41, HybridConfig
 from deepinfer.observer import Observer
 from deepinfer.outputs import RequestOutput, StepOutput
 from deepinfer.plan import Int32, StepPlan
 from deepinfer.release import Fence, ReleaseQueue
+from deepinfer.runners import state_pool
 from deepinfer.scheduler import Scheduler
 from deepinfer.sequence import SamplingParams
 from deepinfer.testing.tokens import EMPTY, TokenRunner, extend, next_token, prefixes
 from deepinfer.testing.transfers import Transfers
 
 VOCAB_SIZE = 9  # of what is sampled; a prompt may have any tokens
-MODEL = ModelConfig(  # a geometry for the engine's checks of token ids; nothing else looks at it
+# Geometries for the engine's checks of token ids; nothing else looks at them.
+MODEL = ModelConfig(
     num_hidden_layers=1,
     hidden_size=1,
     num_attention_heads=1,
@@ -43,6 +46,28 @@ MODEL = ModelConfig(  # a geometry for the engine's checks of token ids; nothing
     head_dim=2,
     intermediate_size=1,
     vocab_size=1 << 30,
+)
+
+
+MODEL_WITH_STATE = HybridConfig(
+    family=V41,
+    layers=(),
+    vocab_size=1 << 30,
+    hidden_size=1,
+    num_attention_heads=1,
+    head_dim=2,
+    qk_rope_head_dim=2,
+    q_lora_rank=1,
+    o_groups=1,
+    o_lora_rank=1,
+    sliding_window=1,
+    index_n_heads=1,
+    index_head_dim=2,
+    index_topk=1,
+    moe_intermediate_size=1,
+    n_routed_experts=1,
+    num_experts_per_tok=1,
+    max_draft_tokens=0,
 )
 
 
@@ -67,6 +92,8 @@ class _Engine(LLMEngine):
 
 class World:
     """One engine on a stepped device, what it should do, and transfers beside it.
+
+    With `num_state_slots` in its configuration the requests have state.
 
     Args:
         config: of the engine.
@@ -96,7 +123,15 @@ class World:
         self.device = self.choices = device or SteppedCpuDevice()
         if isinstance(device, OneStream):
             self.choices = device.inner
-        self.runner = TokenRunner(config.num_blocks, config.block_size, VOCAB_SIZE)
+        self._has_state = config.num_state_slots > 0
+        model = MODEL_WITH_STATE if self._has_state else MODEL
+        states = state_pool(model, config)
+        self.runner = TokenRunner(
+            config.num_blocks,
+            config.block_size,
+            VOCAB_SIZE,
+            *(() if states is None else (states.num_slots, states.max_rewind)),
+        )
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, tuple[str, list[int]]] = {}
         self.computed: dict[str, int] = {}
@@ -109,7 +144,7 @@ class World:
         self._stops: dict[str, int | None] = {}
         self._prompt_lengths: dict[str, int] = {}
         self.engine = _Engine(
-            MODEL,
+            model,
             config,
             device=self.device,
             block_manager=block_manager,
@@ -123,6 +158,12 @@ class World:
     def blocks(self) -> BlockManager:
         """The pool."""
         return self.engine.blocks
+
+    @property
+    def slots(self) -> BlockManager | None:
+        """The pool of state slots, if requests have state."""
+        states = self.engine.states
+        return None if states is None else states.slots
 
     @property
     def release(self) -> ReleaseQueue:
@@ -230,13 +271,17 @@ class World:
             if self.step() is None:
                 break
         self.engine.device.synchronize()
-        self.release.flush()
+        self.release.flush()  # what transfers gave up
         self.transfers.tidy()
         if self.tokens:
             self._problem(f"still live after {max_steps} steps: {', '.join(self.tokens)}")
         elif self.blocks.num_free != self.blocks.num_usable:
             self._problem(
                 f"drained, and {self.blocks.num_free} of {self.blocks.num_usable} blocks are free"
+            )
+        elif self.slots is not None and self.slots.num_free != self.slots.num_usable:
+            self._problem(
+                f"drained, and {self.slots.num_free} of {self.slots.num_usable} slots are free"
             )
         self._check_counters()
 
@@ -305,7 +350,7 @@ class World:
         known = {**{name: tokens for name, (_, tokens) in self.ended.items()}, **self.tokens}
         for name, tokens in known.items():
             prompt = tokens[: self._prompt_lengths[name]]
-            right = right_answer(prompt, len(tokens) - len(prompt))
+            right = right_answer(prompt, len(tokens) - len(prompt), has_state=self._has_state)
             wrong += sum(map(int.__ne__, tokens[len(prompt) :], right))
         return wrong
 
@@ -369,15 +414,17 @@ class World:
     def _check_counters(self) -> None:
         try:
             self.blocks.check_integrity()
+            if self.slots is not None:
+                self.slots.check_integrity()
         except OwnershipError as error:
             self._problem(str(error))
 
 
-def right_answer(prompt: Sequence[int], count: int) -> list[int]:
-    """The tokens that follow a prompt when every row is right."""
+def right_answer(prompt: Sequence[int], count: int, *, has_state: bool = False) -> list[int]:
+    """The tokens that follow a prompt when every row is right, and the state if there is one."""
     tokens, rows = list(prompt), prefixes(prompt)
     for _ in range(count):
-        tokens.append(next_token(rows, VOCAB_SIZE))
+        tokens.append(next_token(rows + rows[-1:] * has_state, VOCAB_SIZE))
         rows.append(extend(rows[-1], tokens[-1]))
     return tokens[len(prompt) :]
 

@@ -9,11 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from bench.catalog import find_profile
+from bench.model_schema import HybridSettings
+from bench.spec import load_profile
 from bench.verify import DenseReference, Emission, Tolerances
 from deepinfer.config import EngineConfig
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.models.hf_config import model_config_from_folder
+from deepinfer.models.hybrid.loading import draw_weights
+from deepinfer.models.hybrid.weights import HybridWeights
 from deepinfer.models.weights import Qwen3Weights, load_weights
 from deepinfer.sampling import gumbel_noise
 from deepinfer.worker import Worker
@@ -213,6 +219,44 @@ def test_a_fault_in_the_cache_is_flagged(
         for run, column in zip(runs, np.array(logprobs).T, strict=True)
     ]
     assert all(verdict.wrong for verdict in reference.check_all(emissions, TOLERANCES))
+
+
+class _TwoMinds:
+    """A network of two tokens that says 1 with probability 1/2, or 3/4 if its embeddings moved."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, odds: float) -> None:
+        self._odds = odds
+
+    def states(self, token_ids: Tensor) -> Tensor:
+        return torch.zeros(*token_ids.shape, 1)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return torch.tensor([1.0, self._odds]).log().expand(len(hidden), 2)
+
+
+@pytest.mark.parametrize(
+    ("probability", "is_wrong"),
+    [(0.5, False), (0.6, False), (0.75, False), (0.45, True), (0.8, True)],
+)
+def test_where_a_choice_is_open_either_answer_is_right(
+    monkeypatch: pytest.MonkeyPatch, probability: float, is_wrong: bool
+) -> None:
+    """What a network says of slightly other embeddings counts too, and what lies between."""
+    settings = load_profile(find_profile("cpu-v41-tiny")).model
+    assert isinstance(settings, HybridSettings)
+    model = settings.config()
+    drawn = draw_weights(model)
+
+    def dense_of(weights: HybridWeights, config: object) -> _TwoMinds:
+        return _TwoMinds(1.0 if weights is drawn else 3.0)
+
+    monkeypatch.setattr("bench.verify._dense_of", dense_of)
+    reference = DenseReference(drawn, model)
+    emission = Emission([0, 1], 1, 0.0, 0, [float(np.log(probability))])
+    for _ in range(2):  # the second time from memory
+        assert reference.check(emission, TOLERANCES).wrong == is_wrong
 
 
 def _damage(worker: Worker, run: Run, fault: str, rng: np.random.Generator) -> Run:

@@ -87,7 +87,7 @@ class World(UncheckedWorld):
     def planned(self, plan: StepPlan | None) -> None:
         super().planned(plan)
         if plan is not None:
-            self.check(plan.copy_sources)
+            self.check(plan.copy_sources, len(plan.state_copies))
             self.check_plan(plan)
 
     def abort(self, request_id: str) -> None:
@@ -114,6 +114,7 @@ class World(UncheckedWorld):
         assert not self.tokens, "requests are still live"
         self.check()
         assert self.blocks.num_free == self.blocks.num_usable
+        assert self.slots is None or self.slots.num_free == self.slots.num_usable
 
     def transfer(self, request_id: str, num_steps: int = 1) -> None:
         """Save a running request's committed rows; done at the latest `num_steps` steps on."""
@@ -133,8 +134,11 @@ class World(UncheckedWorld):
 
     # -- checks ----------------------------------------------------------------------------------
 
-    def check(self, sources: Iterable[np.ndarray] = ()) -> None:
-        """Conservation, owner counts, counters and coverage, against the model."""
+    def check(self, sources: Iterable[np.ndarray] = (), num_pins: int = 0) -> None:
+        """Conservation, owner counts, counters and coverage, against the model.
+
+        `sources`: what forks let go with the plan; `num_pins`: state slots that are.
+        """
         blocks, holders = self.blocks, self.holders(sources)
         blocks.check_integrity()
         refs = blocks.ref_counts(np.arange(blocks.num_blocks)).tolist()
@@ -155,6 +159,20 @@ class World(UncheckedWorld):
             assert not self.wrong_rows
             assert not self.engine.findings.first
         self._check_rows()
+        self._check_slots(num_pins)
+
+    def _check_slots(self, num_pins: int) -> None:
+        """Each slot is one live request's, but for pins that await their copy."""
+        states = self.engine.states
+        if states is None:
+            return
+        held = [self.scheduler.find(request_id).state_id for request_id in self.tokens]
+        owned = [slot for slot in held if slot]
+        assert len(set(owned)) == len(owned)
+        refs = states.slots.ref_counts(np.arange(states.slots.num_blocks))
+        assert int(refs.sum()) == len(owned) + len(states.pinned) + num_pins
+        assert {seq.state_id for seq in self.scheduler.running} <= set(owned)
+        assert states.release.num_entries or not states.slots.num_withheld
 
     def _check_rows(self) -> None:
         seqs = self.scheduler.seqs

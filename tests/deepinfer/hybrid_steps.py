@@ -13,6 +13,7 @@ from torch import Tensor
 from deepinfer.config import EngineConfig
 from deepinfer.device.base import Device
 from deepinfer.hybrid_runner import HybridRunner
+from deepinfer.models.hybrid.geometry import OPEN, OPEN_INDEX
 from deepinfer.models.hybrid.layer_plan import HybridConfig
 from deepinfer.models.hybrid.weights import HybridWeights
 from tests.deepinfer.step_plans import Run, step_plan
@@ -100,6 +101,24 @@ class Steps:
         for count in chunks:
             self.step((seq, count))
         return seq.all_logits
+
+    def left_behind(self, seq: Request) -> dict[str, Tensor]:
+        """What the caches hold of `seq`: final paged rows, rings, their tags, and token ids.
+
+        Open groups are not among them: which of their rows are still needed depends on the length.
+        """
+        cache, size = self.runner.cache, self.block_size
+        found = {
+            f"{region.kind} {region.layer}": cache.region(region.kind, region.layer)[seq.state]
+            for region in cache.geometry.slot
+            if region.kind not in (OPEN, OPEN_INDEX)
+        }
+        for rows in cache.geometry.paged:
+            ends = torch.arange(rows.ratio - 1, seq.computed, rows.ratio)
+            blocks = torch.tensor(seq.table)[ends // size]
+            stored = cache.paged(rows.kind, rows.layer)
+            found[f"{rows.kind} {rows.layer}"] = stored[blocks, ends % size // rows.ratio]
+        return {name: values.clone() for name, values in found.items()}
 
     def copy(self, blocks: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]]) -> None:
         """What a fork copies."""

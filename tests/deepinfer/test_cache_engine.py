@@ -67,3 +67,14 @@ def test_head_rows_are_views_of_one_head(cache: KVCache) -> None:
     keys, values = cache.head_rows(1)
     assert torch.equal(keys[(2 * BLOCK_SIZE + 3) * 2 + 1], cache.keys(1)[2, 3, 1])
     assert torch.equal(values[(2 * BLOCK_SIZE + 3) * 2 + 1], cache.values(1)[2, 3, 1])
+
+
+def test_erase_zeroes_one_token_in_all_layers(cache: KVCache) -> None:
+    """Position 2 * block size + 1 lies at offset 1 of the block it is said to be in."""
+    fill(cache)
+    before = [(cache.keys(layer).clone(), cache.values(layer).clone()) for layer in (0, 1)]
+    cache.erase(2 * BLOCK_SIZE + 1, 3, 0)
+    for layer, planes in enumerate(before):
+        for plane, now in zip(planes, (cache.keys(layer), cache.values(layer)), strict=True):
+            plane[3, 1] = 0
+            assert torch.equal(now, plane)

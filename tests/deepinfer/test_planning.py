@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer.planning import PlanBuilder, split_budget
+from deepinfer.planning import PlanBuilder, StepCopies, split_budget
 from deepinfer.sequence import SamplingParams, Sequence, SequenceTable
 
 
@@ -30,7 +30,7 @@ def table_of(*sequences, block_size=4, max_num_seqs=8):
 
 def build(seqs, rows, scheduled, builder=None):
     builder = builder or PlanBuilder(seqs)
-    return builder.build(1, rows, seqs.gather(rows), ids(*scheduled), [], [], [])
+    return builder.build(1, rows, seqs.gather(rows), ids(*scheduled), StepCopies())
 
 
 @pytest.mark.parametrize(

@@ -384,7 +384,7 @@ def test_a_fork_of_an_uncomputed_parent_shares_nothing():
     w.submit()
     assert len(w.plan.block_copies) == 0
     assert w.table("child") == [3, 4]
-    assert w.scheduler._num_pinned_forks == 0
+    assert w.scheduler._waiting.num_pinned_forks == 0
 
 
 # -- results -------------------------------------------------------------------------------------

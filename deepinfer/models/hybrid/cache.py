@@ -31,6 +31,7 @@ from deepinfer.models.hybrid.geometry import (
     Region,
 )
 from deepinfer.models.hybrid.layer_plan import HybridConfig
+from deepinfer.models.hybrid.tags import HybridTags
 
 DIMS = {WINDOW: "head_dim", COMPRESSED: "head_dim", INDEX: "index_head_dim"}
 
@@ -43,6 +44,11 @@ class HybridCache:
         geometry: of `config`.
         num_blocks: blocks, block 0 included.
         num_slots: state slots, slot 0 included.
+        tags: keep prefix tags beside the rows.
+
+    Attributes:
+        tags: of all rows, if they were asked for.
+        bytes_per_block, bytes_per_slot: of one block and of one slot, over all layers.
     """
 
     def __init__(
@@ -52,9 +58,14 @@ class HybridCache:
         num_blocks: int,
         num_slots: int,
         device: torch.device,
+        *,
+        tags: bool = False,
     ) -> None:
         self.geometry = geometry
         self.num_blocks, self.num_slots = num_blocks, num_slots
+        self.block_size = geometry.block_size
+        self.bytes_per_block = geometry.bytes_per_block
+        self.bytes_per_slot = geometry.bytes_per_slot
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._quantises = config.qat and config.cache != "packed"  # packed rows do so themselves
         self._formats = {
@@ -81,6 +92,7 @@ class HybridCache:
                 f"{num_bytes} bytes needed: {str(error).splitlines()[0]}",
                 hint="less of num_blocks or max_num_seqs",
             ) from error
+        self.tags = HybridTags(geometry, num_blocks, num_slots, device) if tags else None
         # Views are made once: a step asks for several in every layer.
         self._regions = {
             (part.kind, part.layer): self._view(part, self._dtype_of(part.kind))
@@ -89,7 +101,8 @@ class HybridCache:
 
     def _dtype_of(self, kind: str) -> torch.dtype:
         if kind in (OPEN, OPEN_INDEX):
-            return torch.float32
+            stored = self._formats[WINDOW].dtype
+            return stored if stored == torch.float64 else torch.float32
         return torch.int64 if kind in (IDS, POSITIONS) else self._formats[kind].dtype
 
     def _view(self, region: Region, dtype: torch.dtype) -> Tensor:
@@ -115,6 +128,8 @@ class HybridCache:
 
     def _decode(self, kind: str, rows: Tensor) -> Tensor:
         stored: RowFormat = self._formats[kind]
+        if stored.dtype == self._dtype:
+            return rows
         flat = stored.decode(rows.reshape(-1, stored.width), self._dtype)
         return flat.view(*rows.shape[:-1], stored.dim)
 
@@ -140,12 +155,15 @@ class HybridCache:
         """Store `x` [n, dim] in rings: `slots` and `rows` int64 [n], distinct as pairs."""
         self._regions[WINDOW, layer][slots, rows] = self._encode(WINDOW, x)
 
-    def read_window(self, layer: int, slots: Tensor) -> Tensor:
+    def read_window(self, layer: int, slots: slice | Tensor) -> Tensor:
         """Whole rings, in ring order: `slots` int64 [n] -> [n, ring_len, dim].
 
-        The caller masks the rows whose tag is not the position it wants.
+        With a slice it is a view, if rows are stored as they are read. The caller masks the rows
+        whose tag is not the position it wants.
         """
-        return self._decode(WINDOW, self._regions[WINDOW, layer].index_select(0, slots))
+        rings = self._regions[WINDOW, layer]
+        found = rings[slots] if isinstance(slots, slice) else rings.index_select(0, slots)
+        return self._decode(WINDOW, found)
 
     def write_tags(self, slots: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Say which positions ring rows hold from now on, in the rings of all layers."""
@@ -167,8 +185,27 @@ class HybridCache:
         for kind, layer in self._paged:
             blocks = self.paged(kind, layer)
             blocks.index_copy_(0, destinations, blocks.index_select(0, sources))
+        if self.tags is not None:
+            self.tags.copy_blocks(sources, destinations)
 
     def copy_states(self, pairs: Tensor) -> None:
         """Copy whole slots, as `copy_blocks` copies blocks."""
         sources, destinations = pairs.long().unbind(1)
         self._slots.index_copy_(0, destinations, self._slots.index_select(0, sources))
+        if self.tags is not None:
+            self.tags.copy_states(sources, destinations)
+
+    def erase(self, position: int, block_id: int, slot: int) -> None:
+        """Zero what the token at `position` left behind: its row of each ring, the rows it closed.
+
+        Args:
+            block_id: of the block of that position.
+            slot: the state slot of its request.
+        """
+        for (kind, _), rows in self._regions.items():
+            if kind != POSITIONS:
+                rows[slot, position % rows.shape[1]] = 0
+        for part in self.geometry.paged:
+            if (position + 1) % part.ratio == 0:
+                row = position % self.block_size // part.ratio
+                self.paged(part.kind, part.layer)[block_id, row] = 0

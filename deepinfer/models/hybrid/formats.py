@@ -35,6 +35,12 @@ _LEAST_AMAX = {WINDOW: 1e-4, COMPRESSED: E2M1_MAX * 2.0**-9, INDEX: E2M1_MAX * 2
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_BORDERS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # a tie goes to the even code
 E4M3 = torch.float8_e4m3fn
+_STORED = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "packed": torch.uint8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +75,14 @@ def row_format(cache: str, kind: str, dim: int) -> RowFormat:
     """The format of rows of `dim` elements.
 
     Args:
-        cache: `fp32`, `bf16` or `packed`.
+        cache: `fp64`, `fp32`, `bf16` or `packed`.
         kind: `window`, `compressed` or `index`.
 
     Raises:
         UserError: an unknown name, or `dim` is not a multiple of the elements that share a scale.
     """
     num_bytes = row_bytes(cache, kind, dim)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "packed": torch.uint8}[cache]
+    dtype = _STORED[cache]
     return RowFormat(cache, kind, dim, dtype, num_bytes // dtype.itemsize)
 
 

@@ -24,7 +24,8 @@ A slot holds what one running request needs besides, in this order:
     |<---------------------------- bytes_per_slot --------------------------------------->|
 
     ring             ring_len window rows; position p in row p % ring_len
-    open group       fp32 [kv | gate] of the tokens whose row is not made yet; p in row p % num_rows
+    open group       [kv | gate] of the tokens whose row is not made yet, fp32 (fp64 where the rows
+                     are); p in row p % num_rows
     token ids        int64, what n-gram embeddings look back at; p in row p % num_rows
     ring positions   int64, the position each ring row holds; one for all rings of the slot
 
@@ -45,20 +46,20 @@ from deepinfer.errors import UserError, check_int, check_name
 from deepinfer.models.hybrid.layer_plan import HybridConfig, Layer
 
 ALIGNMENT = 32  # bytes
-CACHES = ("fp32", "bf16", "packed")
+CACHES = ("fp64", "fp32", "bf16", "packed")  # fp64: for comparison with other implementations
 WINDOW, COMPRESSED, INDEX = "window", "compressed", "index"
 OPEN, OPEN_INDEX, IDS, POSITIONS = "open", "open_index", "ids", "positions"
 
 SCALE_BLOCK = {WINDOW: 32, COMPRESSED: 16, INDEX: 32}  # elements that share a one-byte scale
 _ELEMENT_BITS = {WINDOW: 8, COMPRESSED: 4, INDEX: 4}
-_FLOAT_BYTES = {"fp32": 4, "bf16": 2}
+_FLOAT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 
 
 def row_bytes(cache: str, kind: str, dim: int) -> int:
     """Bytes of one row of `dim` elements.
 
     Args:
-        cache: `fp32`, `bf16`, or `packed`: e4m3 or e2m1 elements, and then their scales.
+        cache: `fp64`, `fp32`, `bf16`, or `packed`: e4m3 or e2m1 elements, then their scales.
         kind: `window`, `compressed` or `index`.
 
     Raises:
@@ -235,13 +236,14 @@ def _regions(config: HybridConfig, ring_len: int) -> list[Region]:
 
 
 def _open_groups(config: HybridConfig, layer: Layer) -> list[Region]:
-    """The fp32 `[kv | gate]` rows of a source whose rows are pooled."""
+    """The `[kv | gate]` rows of a source whose rows are pooled."""
     compressor = layer.compressor
     assert compressor is not None
     if not compressor.open_rows:
         return []
     num_rows = compressor.open_rows + config.max_draft_tokens
-    row = 4 * 2 * (2 if compressor.overlap else 1)  # bytes per element: kv and gate, both series
+    number = max(_FLOAT_BYTES.get(config.cache, 4), 4)  # bytes
+    row = number * 2 * (2 if compressor.overlap else 1)  # per channel: kv and gate, both series
     name = f"layer {layer.index} open group"
     regions = [Region(name, layer.index, OPEN, 0, num_rows, row * config.head_dim)]
     if layer.index_keys == "pooled":

@@ -257,6 +257,11 @@ def v41_config(raw: Mapping[str, Any], **overrides: Any) -> HybridConfig:
         if publisher is not None and index in selectors and index >= publisher:
             candidates = "publish" if index == publisher else "obey"
         own = index in sources
+        if own and candidates == "obey":
+            raise UserError(
+                f"kv_source_layer_ids: layer {index} is behind the candidate source {publisher}, "
+                "whose candidates are not rows of it"
+            )
         layers.append(
             Layer(
                 index,

@@ -19,6 +19,10 @@ from typing import Any, Protocol
 from deepinfer.errors import UserError, nearest_hint
 
 GROUP = "deepinfer.block_managers"
+PROMISES = {
+    "free_order": ("reverse", "forward", "by_id"),
+    "discipline": ("fifo", "lifo", "by_id"),
+}
 SMALLEST = 2  # blocks of a pool: block 0 and one that can be used
 
 
@@ -130,6 +134,13 @@ def as_family(target: object, name: str) -> Family:
         for method in ("allocate", "release"):
             if not callable(getattr(member, method, None)):
                 raise UserError(f"block manager {name!r}: {member!r} has no method {method!r}")
+        if not isinstance(member, type):
+            raise UserError(f"block manager {name!r}: {member!r} is not a class")
+        for promise, known in PROMISES.items():
+            if (promised := getattr(member, promise, None)) not in (None, *known):
+                problem = f"{promise}: unknown promise {promised!r}"
+                hint = f"one of {', '.join(known)}, or leave it out"
+                raise UserError(f"block manager {name!r}: {problem}", hint=hint)
         try:
             member(SMALLEST)
         except ImportError as error:

@@ -112,7 +112,7 @@ class Trial:
                 self._compare(before)
             self._look()
             return
-        ids = [int(block_id) for block_id in answer]
+        ids = self._ids(answer)
         for position, block_id in enumerate(ids):
             if not 0 < block_id < self.num_blocks:
                 self._found("range", f"handed out {block_id}")
@@ -223,7 +223,7 @@ class Trial:
             answer, error = _attempt(lambda: self._manager.allocate(1))
             if answer is None:
                 break
-            seen += map(int, answer)
+            seen += self._ids(answer)
         twice = [i for i, times in Counter(seen).items() if times > 1]
         if twice:
             self._found("drained", f"the pool was given back; block {twice[0]} came twice")
@@ -257,6 +257,13 @@ class Trial:
         if error:
             self._found("raised", f"raised {error}")
         return answer
+
+    def _ids(self, answer: Any) -> list[int]:
+        """What `allocate` answered, whatever kind of numbers it has."""
+        ids, error = _attempt(lambda: [int(block_id) for block_id in answer])
+        if error:
+            self._found("range", f"answered {answer!r}, which is no list of ids")
+        return cast(list[int], ids)
 
     def _illegal(self, text: str, call: Callable[[], Any]) -> None:
         before = self._snapshot()

@@ -26,9 +26,10 @@ from deepinfer.device.base import Event, Stream
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.device.tickets import TicketEvent, own_event
 from deepinfer.device.wrapper import DeviceWrapper, EventWrapper, StreamWrapper, inner_event
-from deepinfer.observer import KV, Access
+from deepinfer.observer import KV, STATE, Access
 
 NOT_YET = "not yet"  # the answer that lets no stream go on
+MAX_SLOTS = 64  # state slots; in a mask of what is touched they come before the rows
 
 
 @dataclass(slots=True)
@@ -275,14 +276,17 @@ class ChoiceDevice(DeviceWrapper):
     def _mask(self, accesses: Sequence[Access]) -> int:
         mask, size = 0, self._block_size
         for access in accesses:
+            if access.kind == STATE:
+                for slot in access.ids.tolist():
+                    mask |= 1 << slot
             if access.kind != KV:
                 continue
             if access.start is None or access.end is None:
                 for block_id in access.ids.tolist():
-                    mask |= ((1 << size) - 1) << block_id * size
+                    mask |= ((1 << size) - 1) << MAX_SLOTS + block_id * size
                 continue
             ends = access.end.tolist()
             spans = zip(access.ids.tolist(), access.start.tolist(), ends, strict=True)
             for block_id, start, end in spans:
-                mask |= ((1 << end - start) - 1) << block_id * size + start
+                mask |= ((1 << end - start) - 1) << MAX_SLOTS + block_id * size + start
         return mask

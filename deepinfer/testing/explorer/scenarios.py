@@ -66,6 +66,24 @@ _ALL = (
         ),
     ),
     Scenario(
+        "fork-state",
+        "children copy a state slot; their parent steps on or is aborted, and slots are short",
+        num_blocks=9,
+        program=Program(
+            (Action("add", "a", tokens=3, max_tokens=4), *STEP),
+            (
+                3 * STEP,
+                (
+                    Action("fork", "b", of="a", max_tokens=2),
+                    Action("fork", "c", of="a", tokens=1, max_tokens=2),
+                    Action("abort", "a"),
+                    Action("add", "d", tokens=2, max_tokens=1),
+                ),
+            ),
+        ),
+        settings={"num_state_slots": 4},
+    ),
+    Scenario(
         "preempt",
         "requests outgrow the pool; the newest gives its blocks back and starts again",
         num_blocks=5,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deepinfer.config import EngineConfig
 from deepinfer.names import (
@@ -147,7 +147,10 @@ def draw_setup(rng: random.Random, release: str) -> Setup:
         checks="order+conservation",
         seed=rng.randrange(4),
     )
-    return Setup(config, rng.choice((SEPARATE, SEPARATE, SEPARATE, ONE)))
+    streams = rng.choice((SEPARATE, SEPARATE, SEPARATE, ONE))
+    if rng.random() < 0.5:  # of a model whose requests have state
+        config = replace(config, num_state_slots=rng.randint(2, 8))
+    return Setup(config, streams)
 
 
 def draw_action(rng: random.Random, world: World) -> Action:

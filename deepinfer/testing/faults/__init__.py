@@ -9,7 +9,8 @@ from deepinfer.testing.faults.ownership import OWNERSHIP
 from deepinfer.testing.faults.planned import PLANNED
 from deepinfer.testing.faults.plant import Fault, FaultList
 from deepinfer.testing.faults.queued import QUEUED
+from deepinfer.testing.faults.slots import SLOTS
 
-FAULTS = FaultList({**OWNERSHIP, **PLANNED, **QUEUED, **COMPUTED})
+FAULTS = FaultList({**OWNERSHIP, **PLANNED, **QUEUED, **COMPUTED, **SLOTS})
 
 __all__ = ["ENGINE", "FAULTS", "MAX_STEPS", "Fault", "Outcome", "run_trial"]

@@ -11,11 +11,11 @@ from functools import cache
 
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.engine import LLMEngine
-from deepinfer.models.weights import Qwen3Weights, load_weights
 from deepinfer.observer import Observer
+from deepinfer.runners import Model, Weights, load_model
 from deepinfer.testing.faults.plant import Fault
 from deepinfer.testing.faults.pool_rows import PoolRows
-from deepinfer.testing.faults.scenario import CONFIG, MODEL, Scenario
+from deepinfer.testing.faults.scenario import CONFIG, MODEL, MODEL_WITH_STATE, Scenario
 from deepinfer.testing.transfers import Transfers
 
 MAX_STEPS = 100
@@ -41,8 +41,8 @@ class Outcome:
 
 
 @cache
-def _weights() -> Qwen3Weights:
-    return load_weights(MODEL, SteppedCpuDevice())
+def _weights(model: Model) -> Weights:
+    return load_model(model, SteppedCpuDevice())
 
 
 def run_trial(
@@ -53,30 +53,35 @@ def run_trial(
     transfers: bool = True,
     max_steps: int = MAX_STEPS,
     stop_at_first: bool = False,
+    with_state: bool = False,
     observers: tuple[Observer, ...] = (),
 ) -> Outcome:
     """Run the scenario of `seed` until every checker found something, or `max_steps`.
 
     Args:
         release: the policy, instead of the fault's own.
-        transfers: whether a client loads and saves blocks beside the engine.
+        transfers: whether a client loads and saves blocks beside the engine. It has no place beside
+            a model whose requests have state, of which a block is not all.
+        with_state: run that model; it is always run where a fault wants state slots.
         stop_at_first: stop as soon as one checker found something.
         observers: told of everything as well.
     """
     settings = dict(fault.settings) if fault else {}
     if release is not None:
         settings["release"] = release
+    has_state = with_state or "num_state_slots" in settings
+    model: Model = MODEL_WITH_STATE if has_state else MODEL
     device = SteppedCpuDevice()
     with LLMEngine(
-        MODEL,
+        model,
         replace(CONFIG, **settings),
         device=device,
-        weights=_weights(),
+        weights=_weights(model),
         observers=observers,
     ) as engine:
         if fault is not None:
             fault.plant(engine)
-        client = Transfers(engine, PoolRows(engine)) if transfers else None
+        client = Transfers(engine, PoolRows(engine)) if transfers and not has_state else None
         scenario = Scenario(engine, device, seed, client)
         return _drive(engine, scenario, client, max_steps, stop_at_first)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from deepinfer.engine import LLMEngine
 from deepinfer.fork import ForkSplit
 from deepinfer.plan import Int32, Int64, Rows, StepPlan, StepResult
-from deepinfer.scheduler import Commit
+from deepinfer.results import Commit
 from deepinfer.sequence import RowCounters, Sequence
 from deepinfer.testing.faults.plant import FaultList, around, change_plans
 from deepinfer.worker import InFlightStep
@@ -70,6 +70,21 @@ def stale_table(engine: LLMEngine) -> None:
         seqs.tables_version -= 1
 
     around(seqs, "grow", grow)
+
+
+@PLANNED.add("vllm#46066")
+def placeholder_computed(engine: LLMEngine) -> None:
+    """Every third step has a placeholder where the newest token of its first request belongs."""
+
+    def change(plan: StepPlan) -> StepPlan:
+        if plan.step % 3:
+            return plan
+        token_ids = plan.token_ids.copy()
+        newest = int(plan.query_start[1]) - 1
+        token_ids[newest] = 0 if token_ids[newest] else 1
+        return replace(plan, token_ids=token_ids)
+
+    change_plans(engine, change)
 
 
 @PLANNED.add("text-generation-inference#2711")

@@ -20,6 +20,7 @@ from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.engine import LLMEngine
 from deepinfer.errors import DeepInferError, UnknownRequestError
+from deepinfer.models.hybrid.layer_plan import V4, Compressor, HybridConfig, Layer
 from deepinfer.sequence import SamplingParams
 from deepinfer.testing.transfers import Transfers
 
@@ -31,6 +32,36 @@ MODEL = ModelConfig(
     head_dim=16,
     intermediate_size=32,
     vocab_size=64,
+)
+MODEL_WITH_STATE = HybridConfig(
+    family=V4,
+    layers=(
+        Layer(0),
+        Layer(
+            1,
+            4,
+            Compressor(4, gated=True, overlap=True, position_bias=True),
+            source=1,
+            selector=1,
+            index_keys="pooled",
+        ),
+    ),
+    vocab_size=MODEL.vocab_size,
+    hidden_size=32,
+    num_attention_heads=2,
+    head_dim=32,
+    qk_rope_head_dim=8,
+    q_lora_rank=16,
+    o_groups=2,
+    o_lora_rank=8,
+    sliding_window=8,
+    index_n_heads=2,
+    index_head_dim=32,
+    index_topk=3,
+    moe_intermediate_size=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    max_draft_tokens=0,
 )
 CONFIG = EngineConfig(
     block_size=4,

@@ -50,7 +50,7 @@ def survey(faults: Sequence[Fault], num_seeds: int) -> Iterator[Row]:
     """The clean engine under every policy, then each fault.
 
     An unsafe policy is clean only where nobody writes blocks beside the engine; with such a client
-    it is a fault.
+    it is a fault. Beside requests with state there is no such client.
     """
     seeds = range(num_seeds)
     for release in RELEASE_POLICIES:
@@ -58,6 +58,8 @@ def survey(faults: Sequence[Fault], num_seeds: int) -> Iterator[Row]:
         runs = [run_trial(None, seed, release=release, transfers=not alone) for seed in seeds]
         company = "no other writer" if alone else "loads and saves beside it"
         yield _row(f"{CLEAN}, {release}", company, "", True, runs)
+        runs = [run_trial(None, seed, release=release, with_state=True) for seed in seeds]
+        yield _row(f"{CLEAN}, {release}, state", "requests have state slots", "", True, runs)
     for fault in faults:
         runs = [run_trial(fault, seed) for seed in seeds]
         yield _row(fault.name, fault.what, fault.report, False, runs)

@@ -44,6 +44,8 @@ from deepinfer.testing.oplog.operations import (
 
 FORMAT = "deepinfer-operations"
 VERSION = 1
+END = '{"op":"end"}'  # behind the last operation of a run that was not cut off
+MAX_RUN = 1 << 20  # blocks that one `a1-a4` may stand for: a broken line must not fill the memory
 
 # -- text ----------------------------------------------------------------------------------------
 
@@ -92,6 +94,8 @@ def _read_part(text: str) -> Touched:
         return ((int(first), int(start), int(end)),)
     if not 0 < int(first) <= int(last or first):
         raise ValueError(f"{text!r}: no blocks")
+    if int(last or first) - int(first) >= MAX_RUN:
+        raise ValueError(f"{text!r}: more than {MAX_RUN} blocks")
     return tuple((block, 0, None) for block in range(int(first), int(last or first) + 1))
 
 
@@ -226,7 +230,8 @@ class OperationLog:
 
     Attributes:
         config: of the engine that was recorded.
-        truncated: whether the last line was cut off; known once it was read to the end.
+        truncated: whether it has no end mark, so that a part of the run is missing; known once it
+            was read.
 
     Raises UserError for a file that is not a log of this version; iterating raises it for a line
     that is no operation.
@@ -243,23 +248,33 @@ class OperationLog:
                 f"{path}: version {entry.get('version')!r} of the format; expected {VERSION}",
                 hint="record it again with this version",
             )
+        engine = entry.get("engine")
+        if type(engine) is not dict:
+            raise UserError(f"{path}:1: engine: expected its settings, as an object")
+        known = [f.name for f in fields(EngineConfig)]
+        if unknown := [key for key in engine if key not in known]:
+            hint = nearest_hint(unknown[0], known)
+            raise UserError(f"{path}:1: engine: unknown key {unknown[0]!r}", hint=hint)
         try:
-            self.config = EngineConfig(**entry["engine"])
+            self.config = EngineConfig(**engine)
             self.config.check()
-        except (KeyError, TypeError, UserError) as error:
+        except UserError as error:
             raise UserError(f"{path}:1: engine: {error}") from None
 
     def __iter__(self) -> Iterator[tuple[int, Operation]]:
         num_blocks = 0
+        self.truncated = True
         with self.path.open("rb") as file:
             file.readline()
             for number, line in enumerate(file, start=2):
+                if line == END.encode() + b"\n":
+                    self.truncated = False
+                    continue
                 try:
                     operation = decode(line)
                     num_blocks = _count_blocks(operation, num_blocks)
                 except ValueError as error:
                     if not line.endswith(b"\n"):
-                        self.truncated = True
                         return
                     raise UserError(f"{self.path}:{number}: {error}") from None
                 yield number, operation

@@ -22,7 +22,7 @@ import numpy as np
 from deepinfer.config import EngineConfig
 from deepinfer.errors import UserError
 from deepinfer.observer import KV, Access, BlockIds, Ints, Observer
-from deepinfer.testing.oplog.log import encode, header, step_written
+from deepinfer.testing.oplog.log import END, encode, header, step_written
 from deepinfer.testing.oplog.operations import (
     POLICY,
     Allocate,
@@ -86,6 +86,7 @@ class OperationRecorder(Observer):
         if self._file.closed:
             return
         self._settle()
+        self._lines.append(END)
         try:
             if not self._failed:
                 self._write_out()

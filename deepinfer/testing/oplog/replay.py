@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, cast
 
 from deepinfer.block_manager import BlockManager
+from deepinfer.checks.blocks import observed
 from deepinfer.checks.findings import Findings
 from deepinfer.checks.suite import Checks
 from deepinfer.config import EngineConfig
@@ -84,16 +85,18 @@ class Replay:
         self._figures = Figures()
         watch = Checks("order" if "order" in checks else "off", config.block_size)
         self.findings: Findings = watch.findings
-        watch.bind(cast(Any, self))  # what they look at here: config and num_steps
+        self.states = None  # logs are of models without state
+        watch.bind(cast(Any, self))  # what they look at here: config, states and num_steps
         self._counts_blocks = "conservation" in checks
         self._observer = watch.observer
-        self.blocks = watch.watch_blocks(
+        self.blocks = observed(
             make_blocks(
                 config.num_blocks,
                 free_order=config.free_order,
                 discipline=config.discipline,
                 seed=config.seed,
-            )
+            ),
+            watch.observer,
         )
         self.queue = ReleaseQueue(
             self.blocks, config.release, clock=lambda: 0, observer=watch.observer

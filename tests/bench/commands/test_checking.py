@@ -38,10 +38,17 @@ def test_values_of_the_option(given: str, value: str) -> None:
     assert ChecksType().convert(given, None, None) == value
 
 
-@pytest.mark.parametrize("given", ["tag", "tags,", "off,tags", ""])
+@pytest.mark.parametrize("given", ["tag", "tags,", ""])
 def test_a_wrong_name_is_answered_with_the_right_ones(given: str) -> None:
     """The nearest, and all there are."""
     with pytest.raises(click.BadParameter, match=r"unknown checker .*tags, order, conservation"):
+        ChecksType().convert(given, None, None)
+
+
+@pytest.mark.parametrize("given", ["off,tags", "tags,all"])
+def test_all_and_off_stand_alone(given: str) -> None:
+    """Beside names they are not called unknown."""
+    with pytest.raises(click.BadParameter, match="stands alone"):
         ChecksType().convert(given, None, None)
 
 
@@ -72,7 +79,7 @@ def test_named_checkers_watch_every_round(capsys: pytest.CaptureFixture[str]) ->
         found = counters("out", number)
         assert [found[name] for name in ("wrong_rows", "hazards", "contradictions")] == [0] * 3
     said = " ".join(capsys.readouterr().out.split())
-    assert "tags and order and conservation checked in measured rounds too" in said
+    assert "tags, order, conservation checked in measured rounds too" in said
 
 
 def test_checks_are_an_axis(capsys: pytest.CaptureFixture[str]) -> None:

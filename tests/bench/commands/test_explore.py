@@ -67,3 +67,18 @@ def test_unknown_names_are_refused():
     result = invoke("--scenario", "save-at-finsh")
     assert isinstance(result.exception, UserError)
     assert "save-at-finish" in str(result.exception.hint)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path):
+    """Before anything is explored."""
+    (tmp_path / "file").write_text("")
+    result = invoke("--scenario", "fork", "--save", str(tmp_path / "file" / "folder"))
+    assert isinstance(result.exception, UserError)
+    assert "cannot make the folder" in str(result.exception)
+
+
+def test_random_operations_take_no_scenario():
+    """An option that would do nothing is refused."""
+    result = invoke("--operations", "10", "--scenario", "fork")
+    assert result.exit_code == 2
+    assert "no --scenario" in result.output

@@ -115,6 +115,10 @@ def test_checks_can_be_left_out(log: str, capsys: pytest.CaptureFixture[str]) ->
         (["-a", "release=stepp"], "'step'"),
         (["-a", "admission=prompt"], "admission: what it decides is in the log"),
         (["-a", "block_size=16"], "block_size: what it decides is in the log"),
+        (
+            ["-a", "releas=step"],
+            "releas: what it decides is in the log, or nothing; expected 'release'",
+        ),
         (["-a", "num_blocks=1"], "num_blocks"),
         (["--manager", "refrence"], "unknown name 'refrence'"),
         (["--check", "oder"], "unknown checker .*'order'"),
@@ -132,13 +136,24 @@ def test_bad_choices_are_bad_input(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_a_log_without_operations_proves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was killed before its first measured step: exit code 2, no table of zeros."""
+    path = write_log(tmp_path / "ops.jsonl", [])
+    assert main(["replay", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert "the log holds no operation" in shown.err
+    assert not shown.out
+
+
 def test_a_broken_line_is_bad_input(log: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Named with its number; no table is printed."""
     with Path(log).open("a") as file:
         file.write('{"op": "collectd", "step": 3}\n')
     assert main(["replay", log]) == 2
     shown = capsys.readouterr()
-    assert f"ops.jsonl:{len(TWO_IN_FLIGHT) + 2}: unknown operation 'collectd'" in shown.err
+    assert f"ops.jsonl:{len(TWO_IN_FLIGHT) + 3}: unknown operation 'collectd'" in shown.err
     assert shown.out == ""
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +23,7 @@ from deepinfer.models.hybrid.layer_plan import (
 from deepinfer.models.hybrid.loading import draw_weights, load_weights
 from tests.golden_models import GoldenModel, load_golden
 from tests.hybrid_configs import v4_raw, v41_raw
+from tests.transformers_models import transformers_v4, true_float64
 
 CHOICES = ("selected", "candidates", "experts", "engram_hash")
 NAMES = ("v41_a", "v41_b", "v4_a")
@@ -120,50 +119,6 @@ def test_v4_equals_transformers_in_float64(ratios: tuple[int, int], window: int,
     ours = HybridDense(weights, config, dtype=torch.float64).logits(token_ids)
     assert theirs.abs().max() > 1
     torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
-
-
-def transformers_v4(raw: dict[str, Any]) -> Any:
-    """A float64 model of transformers, no tensor of it trivial (sinks, biases and tables are 0)."""
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-
-    config = DeepseekV4Config(**{**raw, "max_position_embeddings": 4096})
-    config._attn_implementation = config._experts_implementation = "eager"
-    model = DeepseekV4ForCausalLM(config).eval().double()
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in sorted(model.state_dict().items()):
-        if name.endswith("tid2eid"):
-            order = torch.rand(len(tensor), raw["n_routed_experts"], generator=generator)
-            tensor.copy_(order.argsort(1)[:, : tensor.shape[1]])
-            continue
-        drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-        if "norm" in name or name.endswith("scale"):
-            tensor.copy_(1 + 0.2 * drawn)
-        else:
-            tensor.copy_(drawn * (0.5 if "position_bias" in name else tensor.shape[-1] ** -0.5))
-    return model
-
-
-@contextlib.contextmanager
-def true_float64() -> Iterator[None]:
-    """Make transformers cast to float64 where it casts to float32, and keep the first of ties."""
-    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
-
-    class Wide:
-        float32 = float = torch.float64
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-    def stable(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-        ordered = torch.sort(x, dim=dim, descending=largest, stable=True)
-        return torch.return_types.topk([part.narrow(dim, 0, k) for part in ordered])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        patch.setattr(torch.Tensor, "topk", stable)
-        patch.setattr(Wide, "topk", staticmethod(stable), raising=False)
-        patch.setattr(modeling, "torch", Wide())
-        yield
 
 
 # ---- other sizes ----

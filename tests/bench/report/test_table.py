@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.report.table import METRIC_COLUMNS, build_table
@@ -108,3 +110,27 @@ def test_the_verdict_and_its_reason_stand_in_the_row(synthetic):
     assert [row.values["verdict"] for row in rows] == ["baseline", "FASTER"]
     assert rows[1].values["verdict_reason"] == "interval_excludes_1"
     assert rows[1].values["detectable_percent"] == 0
+
+
+def test_blocks_and_slots_stand_apart_where_there_are_slots(synthetic):
+    """Peaks and LATER of each, behind LATER; a model without state has none of these columns."""
+    run = synthetic()
+    cell = run.cell()
+    slots = {"num_state_slots": 12, "num_later_blocks": 1, "num_later_slots": 3}
+    run.round(cell, counters={**slots, "num_later": 4, "slots_withheld_peak": 2})
+    samples = run.end()
+    samples.steps = [replace(s, slots_held=11, slots_withheld=1) for s in samples.steps]
+    table = build_table(samples)
+    keys = [column.key for column in table.columns]
+    at = keys.index("later") + 1
+    found = {key: table.rows[0].values[key] for key in keys[at : at + 5]}
+    assert found == {
+        "held_blocks_peak": 28,
+        "held_slots_peak": 11,
+        "withheld_slots_peak": 2,
+        "later_blocks": 1,
+        "later_slots": 3,
+    }
+    without = synthetic("without")
+    without.round(without.cell())
+    assert "held_slots_peak" not in [c.key for c in build_table(without.end()).columns]

@@ -25,6 +25,7 @@ class RunningHost:
 
     def __init__(self) -> None:
         self.config = CONFIG
+        self.states = None
         self.num_steps = 1
         self.running = []
 

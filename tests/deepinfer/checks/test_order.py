@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from deepinfer.block_manager import BlockManager
 from deepinfer.checks.findings import Findings
 from deepinfer.checks.order import OrderChecker
-from deepinfer.observer import RECORD, STAGING, Access
+from deepinfer.observer import RECORD, STAGING, STATE, Access
 from tests.deepinfer.checks.books import SIZE, RunningHost, kv
 
 READ_BY_A = "which reads it for 'a'"
@@ -263,3 +266,62 @@ def test_what_the_host_knows_to_be_over_is_forgotten(device):
         if step % 10 == 9:
             device.checker.synchronized(1)
     assert not device.checker._logs["compute"]
+
+
+# -- state slots -----------------------------------------------------------------------------------
+
+
+class DeviceWithStates(Device):
+    """Slots 1 to 3 beside the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host.states = SimpleNamespace(slots=BlockManager(4))
+        self.checker.bind(self.host)
+
+    def give_slot(self, owner: str, slot: int) -> None:
+        self.checker.states.allocated([slot])
+        self.checker.states.took(owner, [slot], "admit")
+
+    def let_slot_go(self, owner: str, slot: int) -> None:
+        self.checker.states.giving_up([slot], self.host.num_steps, owner, "finish")
+        self.checker.states.released([slot], [slot], False)
+
+
+def states(*ids: int, holder: int | None = None) -> Access:
+    """State slots, on behalf of one row."""
+    holders = None if holder is None else np.full(len(ids), holder)
+    return Access(STATE, np.array(ids), holders=holders)
+
+
+def test_a_slot_reused_under_an_open_copy_is_a_hazard():
+    """Blocks and slots of one number are different things."""
+    device = DeviceWithStates()
+    device.give("a", 1)
+    device.give_slot("a", 1)
+    device.submit("copy", "copy_states 1", [states(1)])
+    device.let_slot_go("a", 1)
+    device.give_slot("b", 1)
+    device.submit("compute", "forward 1", [kv(1, holder=0)])
+    assert not device.said
+    device.submit("compute", "forward 2", [], [states(1, holder=1)])
+    assert device.said == [
+        "'forward 2' on compute writes state slot 1 for 'b', and nothing orders it behind "
+        "'copy_states 1' on copy, which reads it for 'a'; state slot given up by 'a' (finish) "
+        "behind step 1, not withheld for it, policy early"
+    ]
+
+
+def test_a_slot_of_another_request_is_no_place_to_write():
+    """Nor one that nobody has, nor one that there is not."""
+    device = DeviceWithStates()
+    device.give_slot("a", 1)
+    device.submit("compute", "forward 1", [], [states(1, holder=1)])
+    device.submit("compute", "forward 2", [], [states(2, holder=1)])
+    device.submit("compute", "forward 3", [], [states(7, holder=1)])
+    assert device.said == [
+        "'forward 1' on compute writes state slot 1 for 'b', which belongs to 'a'",
+        "'forward 2' on compute writes state slot 2 for 'b', which belongs to nobody: "
+        "never handed out",
+        "'forward 3' on compute writes state slot 7; state slots run from 0 to 3",
+    ]

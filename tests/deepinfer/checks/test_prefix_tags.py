@@ -8,7 +8,7 @@ import pytest
 from deepinfer.checks.prefix_tags import MAX_POSITIONS, NUM_ENDED, PrefixTags
 from deepinfer.errors import UserError
 from deepinfer.plan import WrongRows
-from deepinfer.planning import PlanBuilder
+from deepinfer.planning import PlanBuilder, StepCopies
 from deepinfer.sequence import SamplingParams, Sequence, SequenceTable
 
 WIDTH, BLOCK = 40, 4
@@ -113,7 +113,7 @@ def wrong(seqs, tags, rows, reader, position, found):
     """The sentence for one wrong row of a plan over `rows`."""
     rows = np.array(rows, np.intp)
     ones = np.ones(len(rows), np.int32)
-    plan = PlanBuilder(seqs, tags).build(1, rows, seqs.gather(rows), ones, [], [], [])
+    plan = PlanBuilder(seqs, tags).build(1, rows, seqs.gather(rows), ones, StepCopies())
     one = WrongRows(
         1, np.array([reader], np.int32), np.array([position], np.int32), np.array([found])
     )
@@ -151,7 +151,7 @@ def test_a_reader_that_has_left_is_still_named(seqs, tags):
     seq, row = add(seqs, [1, 2])
     rows = np.array([row], np.intp)
     ones = np.ones(1, np.int32)
-    plan = PlanBuilder(seqs, tags).build(1, rows, seqs.gather(rows), ones, [], [], [])
+    plan = PlanBuilder(seqs, tags).build(1, rows, seqs.gather(rows), ones, StepCopies())
     tags.ended(row, "left")
     seqs.remove(seq)
     report = WrongRows(1, np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int64))

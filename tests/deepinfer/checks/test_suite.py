@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deepinfer.block_manager import BlockManager
-from deepinfer.checks.blocks import ObservedBlocks
+from deepinfer.checks.blocks import ObservedBlocks, observed
 from deepinfer.checks.suite import Checks, parse_checks
 from deepinfer.config import EngineConfig
 from deepinfer.device import open_device
@@ -113,7 +113,7 @@ def test_off_leaves_everything_as_it_is():
     device, blocks = object(), object()
     assert checks.observer is None
     assert checks.watch_device(device) is device
-    assert checks.watch_blocks(blocks) is blocks
+    assert observed(blocks, checks.observer) is blocks
     checks.bind(None)
     checks.planned(None)
     checks.settled(1)
@@ -129,7 +129,7 @@ def test_an_observer_of_the_caller_s_own_is_enough_to_watch():
             told.append(list(ids))
 
     checks = Checks("off", 4, [Own()])
-    blocks = checks.watch_blocks(BlockManager(4))
+    blocks = observed(BlockManager(4), checks.observer)
     assert isinstance(blocks, ObservedBlocks)
     blocks.allocate(2)
     assert told == [[1, 2]]

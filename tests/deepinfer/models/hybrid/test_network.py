@@ -21,11 +21,12 @@ from deepinfer.models.hybrid.layer_plan import (
     v4_config,
     v41_config,
 )
-from deepinfer.models.hybrid.loading import draw_weights
+from deepinfer.models.hybrid.loading import draw_weights, load_weights
 from deepinfer.models.hybrid.weights import HybridWeights
 from tests.deepinfer.hybrid_steps import Request, Steps, chunked
 from tests.golden_models import GoldenModel, load_golden
 from tests.hybrid_configs import v4_raw, v41_raw
+from tests.transformers_models import transformers_v4, true_float64
 
 NAMES = ("v41_a", "v41_b", "v4_a")
 RAW, QAT = 5e-5, 1e-3  # bounds of the golden README
@@ -204,26 +205,83 @@ def test_recomputing_the_last_tokens_changes_nothing(device: SteppedCpuDevice) -
 def split_model() -> tuple[HybridConfig, HybridWeights]:
     """Window 8, ratios 1 and 2, every kind of V4.1 layer, in float64."""
     raw = v41_raw([0, 2, 2, 1, 1, 1], sources=[1, 3], selectors=[1, 3, 5], publisher=3, engram=[1])
-    config = v41_config(raw, dtype="float64", seed=3)
+    config = v41_config(raw, dtype="float64", cache="fp64", seed=3)
     return config, draw_weights(config, torch.float64)
 
 
-def test_every_split_of_a_prompt_gives_the_same_logits(device: SteppedCpuDevice) -> None:
-    """Two chunks at every place, and chunks of every size, of 40 tokens, blocks of 4.
+def test_every_split_of_a_prompt_gives_the_same_logits_rows_and_tags(
+    device: SteppedCpuDevice,
+) -> None:
+    """Two chunks at every place, and chunks of every size, of 40 tokens, blocks of 4; the same rows
+    and tags are left behind.
 
-    In float64, with rows stored as float32: equal to 1e-6, which is what one rounding of a stored
-    row to the neighbouring float32 costs.
+    In float64, and equal to 1e-12: rows are summed in another order where a chunk reads them from
+    itself. (In float32 the same differences are 1e-5.)
     """
     config, weights = split_model()
     steps = Steps(config, weights, device, num_blocks=1000)
     ids = np.random.default_rng(1).integers(0, config.vocab_size, 40)
-    whole = steps.run(steps.sequence(ids, state=1), [40])
+    request = steps.sequence(ids, state=1)
+    whole, left = steps.run(request, [40]), steps.left_behind(request)
+    assert len(left) == 6 + 4 + 2  # rings; rows and keys of two sources; tags and ids
     splits = [[first, 40 - first] for first in range(1, 40)]
     splits += [chunked(40, size) for size in range(1, 20)]
     for number, split in enumerate(splits):
-        logits = steps.run(steps.sequence(ids, state=1 + number % 5), split)
-        assert largest_difference(logits, whole) < 1e-6, split
+        request = steps.sequence(ids, state=1 + number % 5)
+        logits = steps.run(request, split)
+        assert largest_difference(logits, whole) < 1e-12, split
+        for name, values in steps.left_behind(request).items():
+            assert largest_difference(values, left[name]) < 1e-12, (split, name)
     assert steps.wrong_rows == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [60, 7, 1])
+def test_float64_equals_the_golden_float64(name: str, size: int, device: SteppedCpuDevice) -> None:
+    """With float64 weights, rows and open groups."""
+    model = golden(name)
+    config = replace(model.config, dtype="float64", cache="fp64")
+    steps = Steps(config, model.weights.to(torch.float64), device)
+    logits = steps.run(steps.sequence(model.values["ids.0"], state=1), chunked(60, size))
+    assert largest_difference(logits, model.values["raw.0.logits_f64"]) < 1e-5
+    alone = HybridDense(model.weights, config, dtype=torch.float64)
+    assert largest_difference(logits, alone.logits(model.ids(0))) < 1e-11
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("ratios", "window", "num", "sizes"),
+    [((4, 16), 8, 60, (60, 1, 6, 7, 30)), ((4, 128), 128, 260, (260, 6, 7, 130))],
+    ids=["mini", "real"],
+)
+def test_v4_equals_transformers(
+    ratios: tuple[int, int],
+    window: int,
+    num: int,
+    sizes: tuple[int, ...],
+    device: SteppedCpuDevice,
+) -> None:
+    """Every logit, to 1e-10 in float64 and to 2e-4 in float32, however the tokens are chunked."""
+    raw = v4_raw(ratios=ratios, window=window)
+    model = transformers_v4(raw)
+    ids = torch.randint(raw["vocab_size"], (num,), generator=torch.Generator().manual_seed(7))
+    with true_float64(), torch.no_grad():
+        expected = model(input_ids=ids[None], use_cache=False).logits[0]
+    config = v4_config(model.config.to_dict())
+    weights = load_weights(config, model.state_dict())
+    for dtype, cache_format, bound in (("float64", "fp64", 1e-10), ("float32", "fp32", 2e-4)):
+        steps = Steps(
+            replace(config, dtype=dtype, cache=cache_format),
+            weights.to(getattr(torch, dtype)),
+            device,
+            block_size=16,
+            num_blocks=100,
+        )
+        for size in sizes:
+            request = steps.sequence(ids.tolist(), state=1)
+            logits = steps.run(request, chunked(num, size))
+            assert largest_difference(logits, expected) < bound
+        assert steps.wrong_rows == 0
 
 
 OTHER_SIZES = {

@@ -69,3 +69,17 @@ def test_a_constructor_that_fails_is_named():
 
     with pytest.raises(UserError, match=r"'mine': Wrong\(2\) raised TypeError"):
         as_family(Wrong, "mine")
+
+
+def test_an_instance_is_no_adapter():
+    """A manager that exists already cannot be made anew for each run."""
+    with pytest.raises(UserError, match=r"'mine': .* is not a class"):
+        as_family(Reference(4), "mine")
+
+
+@pytest.mark.parametrize("promise", ["free_order", "discipline"])
+def test_a_promise_that_nobody_knows_is_refused(promise):
+    """It could not be checked, and must not show as kept."""
+    odd = type("Odd", (Reference,), {promise: "upside_down"})
+    with pytest.raises(UserError, match=f"{promise}: unknown promise 'upside_down'"):
+        as_family(odd, "mine")

@@ -40,6 +40,19 @@ def test_a_finding_of_another_invariant_ends_the_trial():
             trial.allocate(1)
 
 
+@pytest.mark.parametrize("answer", [["b1"], [None], 7])
+def test_an_answer_without_ids_is_a_finding(answer):
+    """What is no list of numbers breaks `block zero`, and ends the trials of all others."""
+
+    class Mumbles(Reference):
+        def allocate(self, count):
+            return answer
+
+    for name, error in (("block zero", Violation), ("fence", CutShort)):
+        with pytest.raises(error, match="no list of ids"):
+            Trial(Mumbles, BY_NAME[name], 3).allocate(1)
+
+
 def test_an_illegal_release_must_change_nothing():
     """Refused is fine; accepted with a count changed is a violation that names the count."""
     trial = Trial(Reference, BY_NAME["second release"], 3)

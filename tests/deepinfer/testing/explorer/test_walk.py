@@ -33,7 +33,7 @@ def test_the_unsafe_policy_is_found_out():
 
 def test_a_walk_is_made_again_by_its_seed_and_by_its_record():
     """So a failure can be kept and shrunk."""
-    first, again = one_walk(3, "early"), one_walk(3, "early")
+    first, again = one_walk(7, "early"), one_walk(7, "early")
     assert happened(first.outcome) == happened(again.outcome)
     repeated = replay(first.setup, first.outcome.performed)
     assert repeated.wrong_rows == first.outcome.wrong_rows > 0

@@ -23,6 +23,7 @@ class Trace(Observer):
     """Everything that an observer is told, in words that are the same in every run."""
 
     def __init__(self) -> None:
+        self.states = self
         self.calls: list[str] = []
         self._numbers: dict[int, int] = {}
         for name in CALLS:
@@ -41,9 +42,9 @@ class Trace(Observer):
 
 
 @cache
-def clean_run(release: str, seed: int) -> tuple[Outcome, list[str]]:
+def clean_run(release: str, seed: int, with_state: bool) -> tuple[Outcome, list[str]]:
     trace = Trace()
-    outcome = run_trial(None, seed, release=release, observers=(trace,))
+    outcome = run_trial(None, seed, release=release, with_state=with_state, observers=(trace,))
     assert release in UNSAFE_POLICIES or not outcome.first
     return outcome, trace.calls
 
@@ -75,7 +76,9 @@ def test_every_fault_changes_the_run_and_is_found(name: str) -> None:
     """Some checker finds it, and what happens is not what happens in a clean engine."""
     seed, trace = first_seed(name), Trace()
     outcome = run_trial(FAULTS[name], seed, observers=(trace,))
-    clean, calls = clean_run(FAULTS[name].settings.get("release", "deferred"), seed)
+    settings = FAULTS[name].settings
+    release, with_state = settings.get("release", "deferred"), "num_state_slots" in settings
+    clean, calls = clean_run(release, seed, with_state)
     same_tokens = all(clean.tokens.get(i) == tokens for i, tokens in outcome.tokens.items())
     if name != UNFAULTY:
         assert trace.calls != calls[: len(trace.calls)] or not same_tokens
@@ -86,9 +89,12 @@ def test_the_clean_engine_is_silent(release: str) -> None:
     """No checker finds anything in the scenarios of the faults, and the engine refuses nothing."""
     alone = release in UNSAFE_POLICIES
     for seed in range(2):
-        outcome = run_trial(None, seed, release=release, transfers=not alone)
-        assert outcome.first == {}, outcome.messages
-        assert outcome.num_steps == 100
+        for with_state in (False, True):
+            outcome = run_trial(
+                None, seed, release=release, transfers=not alone, with_state=with_state
+            )
+            assert outcome.first == {}, outcome.messages
+            assert outcome.num_steps == 100
 
 
 def test_a_fault_stays_in_its_engine() -> None:
@@ -112,6 +118,9 @@ def test_a_fault_stays_in_its_engine() -> None:
         ("computed-count-kept", {"tags", "conservation"}),
         ("staging-rewritten", {"tags", "order"}),
         ("captured-with-old-table", {"tags"}),
+        ("slot-not-copied", {"tags"}),
+        ("slot-leaked-when-idle", {"conservation"}),
+        ("state-gone-on-too-far", {"tags"}),
     ],
 )
 def test_no_checker_finds_what_it_cannot_see(name: str, finders: set[str]) -> None:

@@ -34,11 +34,11 @@ def test_a_fault_passes_if_a_checker_found_it_and_a_clean_engine_if_nobody_did()
     assert passed == {False: [False, False, True], True: [True, False, False]}
 
 
-def test_clean_rows_come_first_one_for_each_policy() -> None:
-    """Then the faults that were asked for."""
+def test_clean_rows_come_first_two_for_each_policy() -> None:
+    """Without state and with it; then the faults that were asked for."""
     rows = list(survey([FAULTS["staging-rewritten"]], 1))
     assert [row.name for row in rows] == [
-        *(f"clean, {release}" for release in RELEASE_POLICIES),
+        *(f"clean, {release}{of}" for release in RELEASE_POLICIES for of in ("", ", state")),
         "staging-rewritten",
     ]
     assert all(row.passed for row in rows)

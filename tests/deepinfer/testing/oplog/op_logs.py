@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from deepinfer.config import EngineConfig
-from deepinfer.testing.oplog.log import encode, header
+from deepinfer.testing.oplog.log import END, encode, header
 from deepinfer.testing.oplog.operations import (
     Allocate,
     Collected,
@@ -25,7 +25,7 @@ SMALL = EngineConfig(block_size=4, num_blocks=4, max_model_len=64, release="step
 
 def write_log(path: Path, operations: Iterable[Operation], config: EngineConfig = SMALL) -> Path:
     """A log file of these operations."""
-    lines = [header(config), *map(encode, operations)]
+    lines = [header(config), *map(encode, operations), END]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return path
 

@@ -9,6 +9,7 @@ import pytest
 
 from deepinfer.errors import UserError
 from deepinfer.testing.oplog.log import (
+    END,
     OperationLog,
     decode,
     encode,
@@ -110,6 +111,7 @@ def test_blocks_are_whole() -> None:
         ('{"op": "release", "blocks": "a1 b2"}', "'b2' is neither a block"),
         ('{"op": "release", "blocks": [1]}', "is no text"),
         ('{"op": "release", "blocks": "a3-a1"}', "'a3-a1': no blocks"),
+        ('{"op": "release", "blocks": "a1-a9999999999"}', "more than 1048576 blocks"),
         ('{"op": "host", "reads": "a1[3:3]"}', "no rows"),
         ('{"op": "release", "blocks": "a9"}', "block a9 was not allocated before"),
         ('{"op": "host", "reads": "a9[0:1]"}', "block a9 was not allocated before"),
@@ -124,7 +126,7 @@ def test_blocks_are_whole() -> None:
 def test_a_broken_line_is_named(line: str, message: str, tmp_path: Path) -> None:
     """The error says which line of which file, and what is wrong with it."""
     path = write_log(tmp_path / "ops.jsonl", LATE_COPY)
-    number = len(LATE_COPY) + 2
+    number = len(LATE_COPY) + 3  # behind the header and the end mark
     with path.open("a") as file:
         file.write(line + "\n")
     with pytest.raises(UserError) as error:
@@ -136,10 +138,20 @@ def test_a_broken_line_is_named(line: str, message: str, tmp_path: Path) -> None
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     """A log whose writer was killed is read up to its last whole line."""
     path = write_log(tmp_path / "ops.jsonl", LATE_COPY)
-    whole = path.read_bytes()
+    whole, end, _ = path.read_bytes().rpartition(END.encode())
+    assert end
     path.write_bytes(whole[:-10])
     log = OperationLog(path)
     assert [operation for _, operation in log] == LATE_COPY[:-1]
+    assert log.truncated
+
+
+def test_a_log_cut_between_lines_has_no_end(tmp_path: Path) -> None:
+    """Whole lines and no end mark: a part of the run is missing, and the reader knows."""
+    path = write_log(tmp_path / "ops.jsonl", LATE_COPY)
+    path.write_bytes(path.read_bytes().replace(END.encode() + b"\n", b""))
+    log = OperationLog(path)
+    assert [operation for _, operation in log] == LATE_COPY
     assert log.truncated
 
 
@@ -159,7 +171,7 @@ def test_a_log_can_be_read_twice(tmp_path: Path) -> None:
         (b'{"kind": "run"}\n', "not an operation log"),
         (b'{"format": "something"}\n', "format 'something'; expected 'deepinfer-operations'"),
         (b'{"format": "deepinfer-operations", "version": 9}\n', "version 9 of the format"),
-        (b'{"format": "deepinfer-operations", "version": 1}\n', "engine: 'engine'"),
+        (b'{"format": "deepinfer-operations", "version": 1}\n', "engine: expected its set"),
     ],
 )
 def test_another_file_is_refused(content: bytes, message: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from deepinfer.block_manager import BlockManager
 from deepinfer.errors import OutOfBlocksError, OwnershipError, UserError
-from deepinfer.names import FREE_ORDERS, RELEASE_POLICIES
+from deepinfer.names import RELEASE_POLICIES
 from deepinfer.testing.conformance.managers.own import Own
 from deepinfer.testing.conformance.managers.reference import Reference
 from deepinfer.testing.oplog.managers import AdaptedBlocks, block_manager
@@ -81,7 +81,7 @@ VARIANTS = tuple(
         {"options": {"free_order": order, "discipline": "fifo"}}
         | {"free_order": order, "discipline": "fifo"},
     )
-    for order in FREE_ORDERS
+    for order in ("reverse", "forward", "by_id")
 )
 
 

@@ -1,0 +1,44 @@
+"""The right network for a model, by the type of its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from deepinfer.config import EngineConfig
+from deepinfer.device.cpu import SteppedCpuDevice
+from deepinfer.errors import UserError
+from deepinfer.hybrid_runner import HybridRunner
+from deepinfer.model_runner import ModelRunner
+from deepinfer.models.hybrid.layer_plan import v4_config
+from deepinfer.runners import Model, check_fits, load_model, make_runner
+from tests.deepinfer.step_plans import TINY
+from tests.hybrid_configs import v4_raw
+
+CONFIG = EngineConfig(block_size=16, num_blocks=8, max_num_seqs=2, max_model_len=64)
+HYBRID = v4_config(v4_raw(ratios=(4, 16), window=8))
+
+
+@pytest.fixture
+def device() -> Iterator[SteppedCpuDevice]:
+    device = SteppedCpuDevice()
+    yield device
+    device.close()
+
+
+@pytest.mark.parametrize(("model", "kind"), [(TINY, ModelRunner), (HYBRID, HybridRunner)])
+def test_each_family_has_its_runner(model: Model, kind: type, device: SteppedCpuDevice) -> None:
+    """Weights drawn from the seed go with it, the same each time."""
+    weights, again = load_model(model, device), load_model(model, device)
+    assert torch.equal(weights.head, again.head)
+    assert isinstance(make_runner(model, CONFIG, weights, device, tags=False), kind)
+
+
+@pytest.mark.parametrize("model", [TINY, HYBRID])
+def test_pools_beyond_memory_are_refused(model: Model, device: SteppedCpuDevice) -> None:
+    """Whatever the family."""
+    check_fits(model, CONFIG, device)
+    with pytest.raises(UserError, match="out of memory"):
+        check_fits(model, EngineConfig(block_size=16, num_blocks=1 << 40), device)
