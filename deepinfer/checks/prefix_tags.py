@@ -9,7 +9,8 @@ so a tag tells the position, and two requests have the same tag where they have 
 to there: then the rows are the same too. Other prefixes collide once in 2^44. 0 is the tag of a row
 that was never written.
 
-Knows no device: `deepinfer.checks.row_tags` keeps the tags beside the rows and compares.
+Knows no device: `deepinfer.checks.row_tags` and `deepinfer.models.hybrid.tags` keep the tags beside
+the rows and compare.
 Invariant: behind the positions a row's tags are known for, its cells are 0.
 """
 
