@@ -17,6 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Far below it logits / temperature leave the range of float32 and probabilities become NaN, and a
 # thousandth is as good as greedy already.
 MIN_TEMPERATURE = 1e-3
+MAX_DRAFTS = 5  # with the token they follow, six rows a step: what rings have room for
 MAX_TIMEOUT_S = 1e6  # eleven days; the clocks that count it down end at some larger number
 
 
@@ -41,6 +42,10 @@ class EngineConfig:
         preemption: which running request gives way, a name in `deepinfer.scheduler.PREEMPTION`.
         fork_tail_copy: `always` copies the last block of a fork even if it is full (the engine of
             the book), `partial` only if rows will be written into it.
+        overlap: how many steps are planned before the last result is known, a name in
+            `deepinfer.names.OVERLAPS`: `off`, `on` (one), `2`.
+        drafts: most draft tokens that a step verifies for each request; 0 = none.
+        drafter: who proposes them, a name in `deepinfer.names.DRAFTERS`.
         checks: `off`, `all`, or checkers (`deepinfer.names.CHECKS`) joined by `+`.
         timeout_s: longest the host waits for a step's result, or for a fence, in seconds; 0 = no
             limit.
@@ -60,6 +65,9 @@ class EngineConfig:
     admission: str = "prompt"
     preemption: str = "newest"
     fork_tail_copy: str = "always"
+    overlap: str = "off"
+    drafts: int = 0
+    drafter: str = "ngram"
     checks: str = "off"
     timeout_s: float = 300.0
     seed: int = 0
@@ -69,6 +77,9 @@ class EngineConfig:
         for key in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             check_int(key, getattr(self, key), 1)
         check_int("num_blocks", self.num_blocks, 2)
+        check_int("drafts", self.drafts, 0)
+        if self.drafts > MAX_DRAFTS:
+            raise UserError(f"drafts: {self.drafts}; expected at most {MAX_DRAFTS} a step")
         check_int("seed", self.seed, 0)
         check_int("num_state_slots", self.num_state_slots, 0)
         if self.num_state_slots == 1:

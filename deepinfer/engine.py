@@ -1,19 +1,23 @@
 """The engine: requests in, tokens out, one `step()` at a time.
 
     plan -> submit copies -> give up fork sources -> submit forward -> release point
-         -> collect the result -> commit
+         -> collect the oldest result -> commit
 
 `step()` is `submit()` then `collect()`. Between the two the device works and the host is free: a
-request may be aborted there, and its blocks are withheld like any others. Everything that decides
-(which request, which block, when it may be handed out again) is in the scheduler, the block manager
-and the release queue; the engine only calls them at the right moments and times them.
+request may be aborted there, and its blocks are withheld like any others. With `overlap` the next
+step, or two, are submitted before the first is collected, so the device finds its work queued.
+Everything that decides (which request, which block, when it may be handed out again) is in the
+scheduler, the block manager and the release queue; the engine only calls them at the right moments
+and times them.
 
-Invariant: at most one step is in flight; when no request is left nothing is withheld.
+Invariant: at most `max_in_flight` steps are in flight, and results are committed in their order;
+when no request and no step is left nothing is withheld.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -21,12 +25,15 @@ from numpy.typing import ArrayLike
 
 from deepinfer.block_manager import BlockIds, BlockManager, Verdict
 from deepinfer.cache_engine import KVCache
+from deepinfer.carry import Carry
 from deepinfer.checks.blocks import observed
 from deepinfer.checks.findings import Findings
 from deepinfer.checks.suite import Checks
 from deepinfer.config import EngineConfig
 from deepinfer.device import Device, Event, open_device
 from deepinfer.device.base import Failure
+from deepinfer.drafters.base import Drafter
+from deepinfer.drafters.registry import make_drafter
 from deepinfer.errors import (
     DeepInferError,
     DeviceTimeoutError,
@@ -37,10 +44,11 @@ from deepinfer.errors import (
 from deepinfer.hybrid_runner import HybridRunner
 from deepinfer.model_runner import ModelRunner
 from deepinfer.models.hybrid.cache import HybridCache
-from deepinfer.names import FENCES
+from deepinfer.names import FENCES, OVERLAPS
 from deepinfer.observer import Observer
 from deepinfer.outputs import RequestOutput, StepOutput
 from deepinfer.plan import Int32, StepPlan, StepResult
+from deepinfer.records import RecordPool
 from deepinfer.release import Fence, ReleaseQueue
 from deepinfer.runners import Model, Weights, check_fits, load_model, make_runner, state_pool
 from deepinfer.scheduler import Scheduler
@@ -48,7 +56,7 @@ from deepinfer.sequence import SamplingParams
 from deepinfer.state_slots import StateSlots
 from deepinfer.step_account import Counts, Reading, SubmittedStep
 from deepinfer.stopping import stops_with_device
-from deepinfer.worker import Runner, Worker
+from deepinfer.worker import InFlightStep, Runner, Worker
 
 FORK_SOURCE = "fork source"
 
@@ -64,11 +72,14 @@ class LLMEngine:
         block_manager: the class of the block pool.
         observers: told of all that happens to blocks and on the device; see `deepinfer.observer`.
         runner: what a step computes; by default the network of `model`.
+        drafter: who proposes drafts where `config.drafts` asks for them; by default the one that
+            `config.drafter` names.
 
     Attributes:
         states: the pool of state slots; None for a model whose requests have none.
         failure: why the engine takes no more calls; None while all is well. A device that fails, or
             does not answer within `config.timeout_s`, stops it for good.
+        max_in_flight: steps that may be submitted and not collected.
 
     Use as a context manager, or call `close()`.
     """
@@ -83,11 +94,15 @@ class LLMEngine:
         block_manager: type[BlockManager] = BlockManager,
         observers: Sequence[Observer] = (),
         runner: Runner | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         check_name("fence", config.fence, FENCES)
+        check_name("overlap", config.overlap, OVERLAPS)
+        self.max_in_flight = 1 + OVERLAPS.index(config.overlap)
         self.model, self.config = model, config
         self.failure: Failure | None = None
-        self._submitted: SubmittedStep | None = None
+        self._in_flight: deque[SubmittedStep] = deque()  # oldest first
+        self._last_flight: InFlightStep | None = None  # collected; its end tells the device's gap
         self._timeout_s = config.timeout_s or None
         self._owns_device = isinstance(device, str)
         self.device = open_device(device) if isinstance(device, str) else device
@@ -96,7 +111,9 @@ class LLMEngine:
                 check_fits(model, config, self.device)
             self._set_up_host(block_manager, observers)
             self.device = self._checks.watch_device(self.device)
-            self.worker = Worker(runner or self._load(weights), self.device, config.block_size)
+            self.worker = Worker(
+                runner or self._load(weights), self.device, config.block_size, self._carry(drafter)
+            )
             self.device.synchronize()  # the pool was made on no stream of ours
         except BaseException:
             self.close()  # nobody else can: there is no engine to close
@@ -117,6 +134,10 @@ class LLMEngine:
             )
             self.states = StateSlots(slots, queue, states.max_rewind)
             self._queues.append(queue)
+        # Between two release points as many results may be collected as steps were in flight.
+        records = self._pool(self.max_in_flight + 1, BlockManager, None, things="output records")
+        self._queues.append(records[1])
+        self._records = RecordPool(*records, config.max_num_seqs * (1 + config.drafts))
         self.scheduler = Scheduler(config, self.blocks, self.release, self.states, tags=checks.tags)
         checks.bind(self.scheduler)
 
@@ -213,25 +234,26 @@ class LLMEngine:
         them. Raises UnknownRequestError if the request is not live.
         """
         seq = self.scheduler.abort(request_id)
-        if self._submitted is None:
-            self._flush_if_idle()
+        self._flush_if_idle()
         self._checks.settled(self.scheduler.num_steps)
         return RequestOutput.of(seq, reason)
 
     def has_unfinished(self) -> bool:
         """Whether any request is running or waiting, or a step is in flight."""
-        return bool(self.scheduler.num_running or self.scheduler.num_waiting or self._submitted)
+        return bool(self.scheduler.num_running or self.scheduler.num_waiting or self._in_flight)
 
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> StepOutput | None:
-        """Run one step; None if there was nothing to run."""
-        return self.collect() if self.submit() else None
+        """Submit what may be in flight, and collect one step; None if there was nothing to run."""
+        while len(self._in_flight) < self.max_in_flight and self.submit():
+            pass
+        return self.collect() if self._in_flight else None
 
     @stops_with_device
     def submit(self) -> bool:
-        """Plan a step and queue it on the device; False if there is nothing to run."""
-        if self._submitted is not None:
+        """Plan a step and queue it on the device; False if there is nothing to run now."""
+        if len(self._in_flight) >= self.max_in_flight:
             raise DeepInferError("a step is already in flight; collect() it first")
         started = self._reading()
         plan = self._plan()
@@ -248,9 +270,10 @@ class LLMEngine:
         self.scheduler.submitted(plan, fence)
         counts = Counts.of(self.scheduler)
         submitted = self._reading()
+        self._records.take_back()
         for queue in self._queues:
             queue.release_point()
-        self._submitted = SubmittedStep(
+        step = SubmittedStep(
             plan,
             flight,
             fence,
@@ -259,15 +282,16 @@ class LLMEngine:
             counts,
             [seq.request_id for seq in self.scheduler.started],
         )
+        self._in_flight.append(step)
         self._checks.settled(plan.step)
         return True
 
     @stops_with_device
     def collect(self) -> StepOutput:
-        """Wait for the step in flight, commit its result and say what it brought."""
-        if self._submitted is None:
+        """Wait for the oldest step in flight, commit its result and say what it brought."""
+        if not self._in_flight:
             raise DeepInferError("no step is in flight; submit() comes first")
-        step, self._submitted = self._submitted, None
+        step = self._in_flight.popleft()
         start = time.perf_counter_ns()
         result = self._result(step)
         arrived = time.perf_counter_ns()
@@ -277,16 +301,15 @@ class LLMEngine:
         for event in step.copy_events:
             self.device.recycle(event)
         collected = self._reading()
-        self._checks.tagged(step.plan, result)
+        self._checks.tagged(step.flight.plan, result)
         commit = self.scheduler.commit(step.plan, result)
         self._flush_if_idle()
         self._checks.settled(step.plan.step)
-        stats = step.stats(start, arrived, collected, self._reading())
-        step.flight.recycle()
+        stats = step.stats(start, arrived, collected, self._reading(), result, self._gap_ms(step))
+        names = np.array([seq.request_id for seq in commit.sequences], object)
         return StepOutput(
             started_ids=step.started_ids,
-            request_ids=[seq.request_id for seq in commit.sequences],
-            token_ids=commit.token_ids,
+            tokens=self._records.tell(step.fence, names, commit.token_ids),
             finished=[RequestOutput.of(seq, reason) for seq, reason in commit.finished],
             stats=stats,
         )
@@ -347,9 +370,30 @@ class LLMEngine:
                 f"and max_model_len {self.config.max_model_len}"
             )
 
+    def _carry(self, drafter: Drafter | None) -> Carry | None:
+        """What steps hand on; None where each plan is complete."""
+        config = self.config
+        if not self.scheduler.looks_ahead:
+            return None
+        if config.drafts and drafter is None:
+            drafter = make_drafter(config.drafter)
+        sizes = config.max_num_seqs, config.max_model_len, config.block_size
+        return Carry(*sizes, drafter if config.drafts else None, config.drafts)
+
+    def _gap_ms(self, step: SubmittedStep) -> float | None:
+        """How long the device had nothing to do before a step; None behind an idle engine."""
+        before, self._last_flight = self._last_flight, step.flight
+        gap = None if before is None else step.flight.gap_ms(before)
+        if before is not None:
+            before.recycle()
+        if not self.has_unfinished():
+            step.flight.recycle()
+            self._last_flight = None
+        return gap
+
     def _flush_if_idle(self) -> None:
         """Without requests there is no step whose release point would lift the last fences."""
-        if not self.scheduler.num_running and not self.scheduler.num_waiting:
+        if not self.has_unfinished():
             self._flush()
 
     def _flush(self) -> None:
@@ -374,7 +418,8 @@ class LLMEngine:
 
     def _plan(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
-        if plan is None and any(queue.num_entries for queue in self._queues):
+        waits = plan is None and not self._in_flight
+        if waits and any(queue.num_entries for queue in self._queues):
             self._flush()  # everyone waits for withheld blocks or slots: wait with them
             plan = self.scheduler.schedule()
         return plan

@@ -39,6 +39,10 @@ class UnknownRequestError(DeepInferError):
     """A request id that was never added, or whose request has already ended."""
 
 
+class StaleRecordError(DeepInferError):
+    """The record of a step was read after its slot had gone back; `clone()` what is to be kept."""
+
+
 class DeviceError(DeepInferError):
     """Work on a device failed: names the operation, the stream and the cause."""
 

@@ -106,8 +106,8 @@ class HybridRunner:
         """Inside submitted work: see `worker.Runner`."""
         device = self._device
         tokens = None
-        if len(plan.sample_seq):
-            tokens = (plan.query_start[1:][plan.sample_seq] - 1).astype(np.int64)
+        if len(plan.sample_tokens):
+            tokens = plan.sample_tokens.astype(np.int64)
         logits, wrong_rows = self.logits(plan, tokens)
         if logits is None:
             return StepReadback(wrong_rows=wrong_rows)

@@ -86,8 +86,7 @@ class ModelRunner:
     def _logits(self, plan: StepPlan, attention: AttentionPlan) -> Tensor | None:
         """The forward pass. [M, vocab_size], None if nothing samples."""
         rows = None
-        if len(plan.sample_seq):
-            last_tokens = plan.query_start[1:][plan.sample_seq] - 1
-            rows = self._device.upload(last_tokens.astype(np.int64))
+        if len(plan.sample_tokens):
+            rows = self._device.upload(plan.sample_tokens.astype(np.int64))
         token_ids = self._device.upload(plan.token_ids)
         return self._model.forward(token_ids, attention, rows)

@@ -43,6 +43,15 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "always": "the block with the last computed row is copied even if it is full",
         "partial": "the last block is copied only if rows will be written into it",
     },
+    "drafter": {
+        "ngram": "what followed the last few tokens where they stood before (prompt lookup)",
+        "replay": "a reference run's tokens, wrong as often as the workload asks",
+    },
+    "overlap": {
+        "off": "a step is planned when the result of the last one is known",
+        "on": "a step is planned while the last one runs",
+        "2": "two steps are planned ahead",
+    },
     "checks": {
         "off": "nothing is checked while the engine runs",
         "tags": "each KV row a step reads carries the tag of the tokens that belong there",
@@ -64,6 +73,8 @@ TITLES: dict[str, str] = {
     "admission": "admission: what a request reserves before it runs",
     "preemption": "preemption: which running request gives its blocks back",
     "fork_tail_copy": "fork tail copy: what a fork does with the parent's last block",
+    "drafter": "drafter: where the tokens come from that a step verifies",
+    "overlap": "overlap: how far planning runs ahead of the device",
     "checks": "checks: what watches the engine while it runs (several joined by +)",
     "device": "device",
 }
@@ -76,5 +87,7 @@ FENCES = tuple(DESCRIPTIONS["fence"])
 ADMISSIONS = tuple(DESCRIPTIONS["admission"])
 PREEMPTIONS = tuple(DESCRIPTIONS["preemption"])
 FORK_TAIL_COPIES = tuple(DESCRIPTIONS["fork_tail_copy"])
+DRAFTERS = tuple(DESCRIPTIONS["drafter"])
 CHECKS = tuple(name for name in DESCRIPTIONS["checks"] if name != "off")
+OVERLAPS = tuple(DESCRIPTIONS["overlap"])  # by the number of steps planned ahead
 DEVICES = tuple(DESCRIPTIONS["device"])

@@ -1,13 +1,13 @@
 """What the engine tells its caller: a step's tokens and times, ended requests, what was decided.
 
-Plain records; nothing here is computed. Invariant: an output owns its arrays, so it stays as it is
-whatever the engine does next.
+Plain records; nothing here is computed. Invariant: the output of a request owns its arrays, so it
+stays as it is whatever the engine does next; that of a step does so once it is cloned.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 from deepinfer.plan import Float32, Int32
 from deepinfer.sequence import Sequence
@@ -61,6 +61,19 @@ class StepMoments(NamedTuple):
     committed: int
 
 
+class DraftCounts(NamedTuple):
+    """The drafts of a step.
+
+    Attributes:
+        num_seqs: requests that had some.
+        proposed, accepted: how many had, and got accepted, a first draft, a second one, and so on.
+    """
+
+    num_seqs: int
+    proposed: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """One step in numbers; times in nanoseconds of the host's monotonic clock.
@@ -75,6 +88,9 @@ class StepStats:
         wait_ns: host blocked by the release policy.
         result_wait_ns: host blocked until the result was there.
         device_ms: device time of forward and sampling, from events.
+        gap_ms: how long the device had nothing to do before it, from events; None where there was
+            nothing for it to do.
+        drafts: the drafts it verified; None if there were none.
         moments: when each of its phases began and ended.
     """
 
@@ -97,6 +113,8 @@ class StepStats:
     wait_ns: int
     result_wait_ns: int
     device_ms: float
+    gap_ms: float | None
+    drafts: DraftCounts | None
     moments: StepMoments
 
     @property
@@ -110,23 +128,62 @@ class StepStats:
         return self.moments.committed
 
 
+class StepTokens(Protocol):
+    """The tokens of a step.
+
+    Attributes:
+        request_ids: of the requests that got a token, once for each.
+        token_ids: int32 [len(request_ids)], their tokens.
+    """
+
+    @property
+    def request_ids(self) -> list[str]: ...
+
+    @property
+    def token_ids(self) -> Int32: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTokens:
+    """Tokens that stay as they are. Implements `StepTokens`."""
+
+    request_ids: list[str]
+    token_ids: Int32
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one step produced.
 
+    Its tokens lie in a record that is used again: they can be read until the next release point,
+    that is until the next `submit` or `step`, and raise StaleRecordError from then on. `clone()`
+    what is to be kept.
+
     Attributes:
         started_ids: of the requests that got a row with this step (again, after a preemption).
-        request_ids: of the requests that got a token.
-        token_ids: int32 [len(request_ids)], their tokens.
-        finished: requests that ended with this step.
+        tokens: of the step.
+        finished: requests that ended with this step; their outputs stay.
         stats: the step in numbers.
     """
 
     started_ids: list[str]
-    request_ids: list[str]
-    token_ids: Int32
+    tokens: StepTokens
     finished: list[RequestOutput]
     stats: StepStats
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of the requests that got a token, once for each."""
+        return self.tokens.request_ids
+
+    @property
+    def token_ids(self) -> Int32:
+        """int32 [len(request_ids)], their tokens."""
+        return self.tokens.token_ids
+
+    def clone(self) -> StepOutput:
+        """The same, with tokens of its own."""
+        return replace(self, tokens=OwnTokens(self.request_ids, self.token_ids.copy()))
 
 
 @dataclass(slots=True)
@@ -144,6 +201,7 @@ class SchedulerCounters:
             free or the state of their parent had gone on too far.
         num_block_copies: blocks copied for forks and copy-on-write.
         num_state_copies: state slots copied for forks.
+        num_blocks_shrunk: blocks given back because drafts were rejected.
         num_held_back: times a running sequence sat out a step, waiting for withheld blocks.
         num_aborted: requests ended by `abort`.
     """
@@ -157,6 +215,7 @@ class SchedulerCounters:
     num_stateless_forks: int = 0
     num_block_copies: int = 0
     num_state_copies: int = 0
+    num_blocks_shrunk: int = 0
     num_held_back: int = 0
     num_aborted: int = 0
 

@@ -7,8 +7,12 @@ The tokens of all sequences of a step lie one after the other. With S sequences,
 sequences sampling, C block copies and D copies of state slots:
 
     seq          0           1       2
-    tokens    [a a a a a]  [b]  [c c c]      query_start = [0, 5, 6, 9]
-    sampled        no       yes    yes       sample_seq  = [1, 2]
+    tokens    [a a a a a]  [b]  [c d d]      query_start   = [0, 5, 6, 9]
+    sampled        no       yes  y  y  y     sample_tokens = [5, 6, 7, 8], sample_seq = [1, 2, 2, 2]
+
+A step may be planned before the tokens it goes on from are known, and with drafts whose tokens the
+host never sees. Such a sequence is *open*: the plan says where it is if all that is in flight is
+accepted, the most it can be, and the device puts in what is true (`deepinfer.carry`).
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ Int64 = NDArray[np.int64]
 Rows = NDArray[np.intp]  # indices into a sequence table; never sent to the device
 Float32 = NDArray[np.float32]
 
+PLACEHOLDER = -1  # of a token that only the device knows; no model ever sees it
+
 
 def _no_states() -> Int32:
     return np.empty(0, np.int32)
@@ -30,6 +36,49 @@ def _no_states() -> Int32:
 
 def _no_state_copies() -> Int32:
     return np.empty((0, 2), np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """A sequence-table row has a new sequence: what the device must know of it.
+
+    Attributes:
+        token_ids: int32 [num_tokens], all it has.
+        num_prompt_tokens: how many of them were given.
+        max_total_tokens: where it ends by length.
+        stop_token_id: where it ends by token; -1 = nowhere.
+    """
+
+    row: int
+    request_id: str
+    token_ids: Int32
+    num_prompt_tokens: int
+    max_total_tokens: int
+    stop_token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookAhead:
+    """What a plan leaves open, for S sequences.
+
+    Attributes:
+        is_open: bool [S], whether the host does not know all the tokens that are to be computed.
+        num_known: int32 [S], tokens the host knows.
+        num_drafts: int32 [S], drafts at the end of what is scheduled; the device may have fewer.
+        num_unsure: int32 [S], how many positions further back the sequence may be, if drafts of
+            steps in flight are rejected.
+        num_pending: int32 [S], most tokens that this step brings; 0 where nothing samples.
+        starts: rows that have new sequences since the last plan, in order.
+        tag_sums: uint64 [S], from which the tags behind the known tokens go on; None without tags.
+    """
+
+    is_open: NDArray[np.bool_]
+    num_known: Int32
+    num_drafts: Int32
+    num_unsure: Int32
+    num_pending: Int32
+    starts: tuple[RowStart, ...]
+    tag_sums: NDArray[np.uint64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +92,12 @@ class StepPlan:
         num_scheduled: int32 [S], tokens computed for each sequence, >= 1.
         query_start: int32 [S + 1], first token of each sequence; the last entry is T.
         context_lens: int32 [S], tokens each sequence has in the cache after this step.
-        token_ids: int32 [T].
+        token_ids: int32 [T]; `PLACEHOLDER` where the host does not know it.
         positions: int32 [T], position of each token in its sequence.
         slot_mapping: int64 [T], where the token's K and V go: block_id * block_size + offset.
         block_tables: int32 [S, W], padded with 0 (block 0 belongs to nobody).
-        sample_seq: int32 [M], indices into the S sequences whose last token gets a successor.
+        sample_tokens: int32 [M], indices into the T tokens: those that get a successor.
+        sample_seq: int32 [M], indices into the S sequences: whose tokens these are.
         temperature: float32 [M], 0 = greedy.
         seeds: int64 [M], of the request's noise.
         sample_positions: int32 [M], position the sampled token will have.
@@ -61,6 +111,7 @@ class StepPlan:
         state_copies: int32 [D, 2], (source, destination) state slots, copied before the forward.
             The sources stay owned until the engine gives them up.
         state_owners: the request that gives up each of their sources.
+        ahead: what is open in it; None where the host knows all.
     """
 
     step: int
@@ -73,6 +124,7 @@ class StepPlan:
     positions: Int32
     slot_mapping: Int64
     block_tables: Int32
+    sample_tokens: Int32
     sample_seq: Int32
     temperature: Float32
     seeds: Int64
@@ -84,6 +136,7 @@ class StepPlan:
     state_ids: Int32 = field(default_factory=_no_states)
     state_copies: Int32 = field(default_factory=_no_state_copies)
     state_owners: tuple[str, ...] = ()
+    ahead: LookAhead | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -115,18 +168,36 @@ class WrongRows:
 
 
 @dataclass(frozen=True, slots=True)
+class AheadResult:
+    """What became of a plan with `StepPlan.ahead`, for its S sequences.
+
+    Attributes:
+        num_new: int32 [S], tokens each sequence got: accepted drafts and one more, or none.
+        num_verified: int32 [S], drafts that were computed.
+        num_proposed: int32 [S], drafts that wait on the device for each sequence's next step.
+    """
+
+    num_new: Int32
+    num_verified: Int32
+    num_proposed: Int32
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What the device found.
 
     Attributes:
         step: the plan's number.
-        token_ids: int32 [M], one per entry of the plan's `sample_seq`.
+        token_ids: int32 [M], one per entry of the plan's `sample_seq`; with `ahead` those that are
+            part of the sequences now, sequence after sequence.
         logprobs: float32 [M], natural log-probability of each token under the model's softmax
             (temperature 1, before the sampling noise).
         tags: what was wrong with the rows it read; None where rows are not tagged.
+        ahead: of a plan with open sequences, what became of them; None without `StepPlan.ahead`.
     """
 
     step: int
     token_ids: Int32
     logprobs: Float32
     tags: WrongRows | None = None
+    ahead: AheadResult | None = None

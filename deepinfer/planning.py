@@ -2,7 +2,7 @@
 
 Reads the sequence table and changes nothing in it. There is no prefill and no decode here: a row
 with more than one uncomputed token is a chunk, one with a single token decodes, and both are laid
-out the same way. A row samples when this step computes its last known token.
+out the same way. A row samples when this step computes its last token, and behind each draft.
 
 What does not change from step to step (the sampling settings of an unchanged set of rows, their
 block tables while no table changed) is laid out once and shared by the plans, which never write it.
@@ -10,13 +10,25 @@ block tables while no table changed) is laid out once and shared by the plans, w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deepinfer.checks.prefix_tags import PrefixTags
-from deepinfer.plan import Float32, Int32, Int64, Rows, StepPlan
-from deepinfer.sequence import RowCounters, SequenceTable
+from deepinfer.plan import (
+    PLACEHOLDER,
+    Float32,
+    Int32,
+    Int64,
+    LookAhead,
+    Rows,
+    RowStart,
+    StepPlan,
+)
+from deepinfer.sequence import RowCounters, Sequence, SequenceTable
+
+Bools = NDArray[np.bool_]
 
 NO_COPIES = np.empty((0, 2), np.int32)
 
@@ -32,10 +44,26 @@ def split_budget(uncomputed: Int32, budget: int) -> Int32:
         return uncomputed
     decodes = uncomputed == 1
     chunks = np.where(decodes, 0, uncomputed)
-    before = np.cumsum(chunks) - chunks
     left = budget - int(np.count_nonzero(decodes))
-    granted = np.clip(left - before, 0, chunks)
-    return np.where(decodes, 1, granted).astype(np.int32)
+    return np.where(decodes, 1, in_order(chunks, left)).astype(np.int32)
+
+
+def behind_drafts(num_drafts: Int32, sample_seq: Int32) -> tuple[Int32, Int32]:
+    """Where sampled tokens lie when each sampling sequence samples behind its drafts too.
+
+    Returns:
+        How many tokens before its sequence's last one each lies, and the sequence, int32 [M] each.
+    """
+    counts = num_drafts[sample_seq] + 1
+    ends = np.cumsum(counts, dtype=np.int32)
+    behind = ends.repeat(counts) - np.arange(1, int(counts.sum()) + 1)
+    return behind.astype(np.int32), sample_seq.repeat(counts)
+
+
+def in_order(asked: Int32, left: int) -> Int32:
+    """What each sequence gets of what is left, the first ones first, int32 [S]."""
+    granted: Int32 = np.clip(left - (np.cumsum(asked) - asked), 0, asked)
+    return granted
 
 
 @dataclass(slots=True)
@@ -61,14 +89,22 @@ class PlanBuilder:
     Args:
         tags: of the rows, if the plans are to have them.
         has_state: whether sequences have state slots.
+        looks_ahead: whether plans may have open sequences.
     """
 
     def __init__(
-        self, seqs: SequenceTable, tags: PrefixTags | None = None, *, has_state: bool = False
+        self,
+        seqs: SequenceTable,
+        tags: PrefixTags | None = None,
+        *,
+        has_state: bool = False,
+        looks_ahead: bool = False,
     ) -> None:
         self._seqs = seqs
         self._tags = tags
         self._has_state = has_state
+        self._looks_ahead = looks_ahead
+        self._starts: list[RowStart] = []
         self._state_ids: Int32 = np.empty(0, np.int32)
         self._rows: Rows | None = None  # whose settings and tables are laid out below
         self._temperature: Float32 = np.empty(0, np.float32)
@@ -77,6 +113,14 @@ class PlanBuilder:
         self._tables_version = -1
         self._indices: Int32 = np.empty(0, np.int32)  # 0 ... S
 
+    def started(self, seq: Sequence) -> None:
+        """A sequence got a row; where plans look ahead, the next one tells the device."""
+        if self._looks_ahead:
+            stop = int(self._seqs.stop_token_ids[seq.row])
+            lengths = seq.num_prompt_tokens, seq.max_total_tokens
+            start = RowStart(seq.row, seq.request_id, seq.token_ids, *lengths, stop)
+            self._starts.append(start)
+
     def build(
         self,
         step: int,
@@ -84,10 +128,13 @@ class PlanBuilder:
         counters: RowCounters,
         num_scheduled: Int32,
         copies: StepCopies,
+        num_drafts: Int32 | None = None,
     ) -> StepPlan:
         """One step over `rows`, intp [S], with their `counters` as they are now.
 
-        `num_scheduled` is int32 [S], >= 1 each. All arguments are kept, none is written.
+        `num_scheduled` is int32 [S], >= 1 each, of which the last `num_drafts`, int32 [S], are
+        drafts. Where plans look ahead, `counters` are those of `gather_ahead`. All arguments are
+        kept, none is written.
         """
         seqs, num_seqs = self._seqs, len(rows)
         computed = counters.num_computed_tokens
@@ -104,10 +151,31 @@ class PlanBuilder:
             positions = np.repeat(computed - query_start[:-1], num_scheduled)
             positions += np.arange(len(positions), dtype=np.int32)
         context_lens = computed + num_scheduled
-        samples = context_lens == counters.num_tokens
+        lengths = counters.num_tokens if num_drafts is None else counters.num_tokens + num_drafts
+        samples = context_lens == lengths
         all_sample = np.count_nonzero(samples) == num_seqs
         sample_seq = self._indices[:-1] if all_sample else samples.nonzero()[0].astype(np.int32)
-        tags = self._tags
+        sample_tokens, sample_positions = query_start[1:] - 1, context_lens
+        if not all_sample:
+            sample_tokens = sample_tokens[sample_seq]
+            sample_positions = context_lens[sample_seq]
+        if num_drafts is not None and np.count_nonzero(num_drafts):
+            behind, sample_seq = behind_drafts(num_drafts, sample_seq)
+            sample_tokens = sample_tokens.repeat(1 + num_drafts[samples]) - behind
+            sample_positions = sample_positions.repeat(1 + num_drafts[samples]) - behind
+            all_sample = False
+        token_ids = seqs.token_ids.ravel().take(token_starts + positions)
+        ahead, known = None, context_lens
+        if self._looks_ahead:
+            ahead = self._ahead(rows, counters, context_lens, num_drafts, samples)
+            known = np.minimum(context_lens, ahead.num_known)
+            token_ids[positions >= ahead.num_known.repeat(num_scheduled)] = PLACEHOLDER
+        tags, tag_sums = None, None
+        if self._tags is not None:
+            width = int(context_lens.max())
+            tags, tag_sums = self._tags.up_to(rows, counters.epochs, known, width)
+        if ahead is not None and tag_sums is not None:
+            ahead = replace(ahead, tag_sums=tag_sums)
         return StepPlan(
             step=step,
             rows=rows,
@@ -115,21 +183,44 @@ class PlanBuilder:
             num_scheduled=num_scheduled,
             query_start=query_start,
             context_lens=context_lens,
-            token_ids=seqs.token_ids.ravel().take(token_starts + positions),
+            token_ids=token_ids,
             positions=positions,
             slot_mapping=self._slots(table_starts, positions),
             block_tables=self._tables,
+            sample_tokens=sample_tokens,
             sample_seq=sample_seq,
             temperature=self._temperature if all_sample else self._temperature[sample_seq],
             seeds=self._seeds if all_sample else self._seeds[sample_seq],
-            sample_positions=context_lens if all_sample else context_lens[sample_seq],
+            sample_positions=sample_positions,
             block_copies=_pairs(copies.blocks),
             copy_sources=tuple(copies.sources),
             source_owners=tuple(copies.owners),
-            tags=None if tags is None else tags.up_to(rows, counters.epochs, context_lens),
+            tags=tags,
             state_ids=self._state_ids,
             state_copies=_pairs(copies.states),
             state_owners=tuple(copies.state_owners),
+            ahead=ahead,
+        )
+
+    def _ahead(
+        self,
+        rows: Rows,
+        counters: RowCounters,
+        context_lens: Int32,
+        num_drafts: Int32 | None,
+        samples: Bools,
+    ) -> LookAhead:
+        seqs, starts = self._seqs, tuple(self._starts)
+        self._starts = []
+        drafts = np.zeros(len(rows), np.int32) if num_drafts is None else num_drafts
+        num_known = seqs.num_tokens[rows]
+        return LookAhead(
+            is_open=context_lens > num_known,
+            num_known=num_known,
+            num_drafts=drafts,
+            num_unsure=seqs.num_unsure(rows, counters),
+            num_pending=np.where(samples, 1 + drafts, 0).astype(np.int32),
+            starts=starts,
         )
 
     def _slots(self, table_starts: Rows, positions: Int32) -> Int64:

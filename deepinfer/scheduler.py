@@ -23,6 +23,7 @@ from deepinfer.config import EngineConfig
 from deepinfer.errors import UserError, check_name
 from deepinfer.fork import ForkSplit, num_taken_over, split_fork
 from deepinfer.live import LiveRequests
+from deepinfer.lookahead import ready_rows, set_out, wanted_drafts
 from deepinfer.names import FORK_TAIL_COPIES
 from deepinfer.outputs import SchedulerCounters
 from deepinfer.plan import Int32, Rows, StepPlan, StepResult
@@ -47,6 +48,8 @@ class Scheduler:
     Attributes:
         prefix_tags: what every KV row must be tagged with; None without `tags`.
         num_steps: steps planned so far.
+        in_flight: passes behind the last step that was submitted and not committed.
+        looks_ahead: whether plans may have open sequences.
     """
 
     def __init__(
@@ -73,7 +76,14 @@ class Scheduler:
         self.in_flight: Fence | None = None
         self.started: list[Sequence] = []  # admitted by the last schedule()
         self.prefix_tags = PrefixTags(seqs, config.max_model_len, seqs.names) if tags else None
-        self._plans = PlanBuilder(seqs, self.prefix_tags, has_state=states is not None)
+        self.looks_ahead = config.drafts > 0 or config.overlap != "off"
+        self._gather = seqs.gather_ahead if self.looks_ahead else seqs.gather
+        self._plans = PlanBuilder(
+            seqs,
+            self.prefix_tags,
+            has_state=states is not None,
+            looks_ahead=self.looks_ahead,
+        )
         self._tables = BlockTables(seqs, blocks, release)
         self._waiting = WaitingQueue()
         self._running: Rows = NO_ROWS  # by admission; a new array for every new set of rows
@@ -172,25 +182,28 @@ class Scheduler:
         """The next step, or None if nothing can run."""
         self._tables.begin_step()
         self.started = []
-        preemptions = self.counters.num_preemptions
+        short = self._num_short
         rows, counters = self._fit_running()
-        scheduled = split_budget(
-            counters.num_tokens - counters.num_computed_tokens, self.config.max_num_batched_tokens
-        )
-        all_served = self.counters.num_preemptions == preemptions and rows is self._running
-        if self._waiting and all_served:  # blocks that a running sequence lacks are not for others
+        drafts = self.seqs.num_lookahead_slots[rows] if self.config.drafts else None
+        budget = self.config.max_num_batched_tokens - (0 if drafts is None else int(drafts.sum()))
+        scheduled = split_budget(counters.num_tokens - counters.num_computed_tokens, budget)
+        if self._waiting and self._num_short == short:  # what a running one lacks is not for others
             num_rows = len(rows)
-            rows, scheduled = self._admit(rows, scheduled)
-            while not (len(rows) or self._num_withheld()) and self._unfork_newest():
-                rows, scheduled = self._admit(rows, scheduled)
-            counters = self.seqs.gather(rows) if len(rows) > num_rows else counters
+            rows, scheduled = self._admit(rows, scheduled, budget)
+            while not (len(rows) or self._comes_back()) and self._unfork_newest():
+                rows, scheduled = self._admit(rows, scheduled, budget)
+            counters = self._gather(rows) if len(rows) > num_rows else counters
+        if drafts is not None:
+            drafts = np.append(drafts, np.zeros(len(rows) - len(drafts), np.int32))
+            scheduled = scheduled + drafts
         served = scheduled > 0
         copies = self._tables.copies
         if self._waiting.num_pinned_forks or copies.blocks:
             served &= ~self._copy_on_write(rows, counters)
         if np.count_nonzero(served) < len(rows):
             rows, scheduled = rows[served], scheduled[served]
-            counters = self.seqs.gather(rows)
+            drafts = None if drafts is None else drafts[served]
+            counters = self._gather(rows)
         if not len(rows):
             return None
         if self.states is not None:
@@ -198,11 +211,11 @@ class Scheduler:
         self.num_steps += 1
         self.counters.num_block_copies += len(copies.blocks)
         self.counters.num_state_copies += len(copies.states)
-        return self._plans.build(self.num_steps, rows, counters, scheduled, copies)
+        return self._plans.build(self.num_steps, rows, counters, scheduled, copies, drafts)
 
     def submitted(self, plan: StepPlan, fence: Fence) -> None:
         """The plan is queued on the device; `fence` passes when all of it is done."""
-        self.seqs.num_in_flight_tokens[plan.rows] = plan.num_scheduled
+        set_out(self.seqs, plan)
         self.in_flight = fence
 
     def take_waits(self) -> list[Fence]:
@@ -215,42 +228,65 @@ class Scheduler:
 
         Sequences that lost their row since the plan was made are left alone.
         """
-        self.in_flight = None
+        if self.in_flight is not None and self.in_flight.step <= plan.step:
+            self.in_flight = None
         commit = write_back(self.seqs, plan, result)
         for seq, _ in commit.finished:
             self._give_up_row(seq, "finish")
             self._live.forget(seq)
+        if plan.ahead is not None and self.config.drafts:
+            drafted = (self.seqs.epochs[plan.rows] == plan.epochs) & (plan.ahead.num_drafts > 0)
+            rows = plan.rows[drafted]
+            self.counters.num_blocks_shrunk += self._cut_back(rows, self._gather(rows))
         return commit
 
     # -- blocks of running sequences -------------------------------------------------------------
 
     def _fit_running(self) -> tuple[Rows, RowCounters]:
         """Grow and shrink every running table; returns the rows that can run, with counters."""
-        rows, seqs = self._running, self.seqs
-        counters = seqs.gather(rows)
-        change = counters.blocks_needed(self.config.block_size) - counters.num_blocks
+        rows, seqs, size = self._running, self.seqs, self.config.block_size
+        if self.in_flight is not None:
+            rows = ready_rows(seqs, rows)
+        if self.config.drafts:
+            seqs.num_lookahead_slots[self._running] = 0
+            budget = self.config.max_num_batched_tokens
+            wanted = wanted_drafts(seqs, rows, self._gather(rows), self.config.drafts, budget)
+            seqs.num_lookahead_slots[rows] = wanted
+        counters = self._gather(rows)
+        change = counters.blocks_needed(size) - counters.num_blocks
         if not np.count_nonzero(change):
             return rows, counters
-        for index in np.flatnonzero(change < 0).tolist():
-            num_blocks = int(counters.num_blocks[index] + change[index])
-            self._tables.shrink(int(rows[index]), num_blocks, self.in_flight)
+        self._cut_back(rows, counters)
+        if self.config.drafts and not self.release.make_room(int(change[change > 0].sum())):
+            seqs.num_lookahead_slots[rows] = 0  # drafts give way before anybody else does
+            counters = self._gather(rows)
+            self._cut_back(rows, counters)
+            change = counters.blocks_needed(size) - seqs.num_blocks[rows]
         growing = change > 0
         counts = change[growing]
         if self.release.make_room(int(counts.sum())):
             self._tables.grow(rows[growing], counts)
         else:
-            rows = self._grow_one_by_one(rows[growing], counts)
-        return rows, seqs.gather(rows)
+            rows = self._grow_one_by_one(rows, rows[growing], counts)
+        return rows, self._gather(rows)
 
-    def _grow_one_by_one(self, growing: Rows, counts: Int32) -> Rows:
+    def _cut_back(self, rows: Rows, counters: RowCounters) -> int:
+        """Give up what the tables of `rows` have beyond their need; returns the blocks cut off."""
+        surplus = counters.num_blocks - counters.blocks_needed(self.config.block_size)
+        for index in np.flatnonzero(surplus > 0).tolist():
+            num_blocks = int(counters.num_blocks[index] - surplus[index])
+            self._tables.shrink(int(rows[index]), num_blocks, self.in_flight)
+        return int(surplus.clip(0).sum())
+
+    def _grow_one_by_one(self, rows: Rows, growing: Rows, counts: Int32) -> Rows:
         """Too few blocks for all: serve the oldest first, take back from others where needed."""
-        held_back = []
+        held_back, some_end = [], len(rows) < len(self._running)
         for row, count in zip(growing.tolist(), counts.tolist(), strict=True):
             seq = self.seqs.sequences[row]
             if seq is None:
                 continue  # preempted for an older one
             while seq.row == row and not self.release.make_room(count):
-                if count <= self.blocks.num_free + self.blocks.num_withheld:
+                if some_end or count <= self.blocks.num_free + self.blocks.num_withheld:
                     held_back.append(row)
                     self.counters.num_held_back += 1
                     break
@@ -258,7 +294,8 @@ class Scheduler:
             else:
                 if seq.row == row:
                     self._tables.grow(np.array([row]), np.array([count], np.int32))
-        return self._running[~np.isin(self._running, held_back)] if held_back else self._running
+        running = ready_rows(self.seqs, self._running) if some_end else self._running
+        return running[~np.isin(running, held_back)] if held_back else running
 
     def _take_back(self, needy_row: int) -> None:
         """Make one holder of blocks give way: the policy's victim, or a waiting fork's pins."""
@@ -278,7 +315,10 @@ class Scheduler:
         Returns bool [S]: the rows that must sit this step out because no block is left for a copy.
         """
         tables = self._tables
-        columns, offsets = np.divmod(counters.num_computed_tokens, self.config.block_size)
+        starts = counters.num_computed_tokens
+        if self.looks_ahead:  # drafts in flight may be rejected
+            starts = starts - self.seqs.num_unsure(rows, counters)
+        columns, offsets = np.divmod(starts, self.config.block_size)
         first = self.seqs.block_tables[rows, columns]
         stuck = np.zeros(len(rows), bool)
         shared = (self.blocks.ref_counts(first) > 1) & (offsets > 0)
@@ -294,9 +334,9 @@ class Scheduler:
 
     # -- waiting sequences -----------------------------------------------------------------------
 
-    def _admit(self, rows: Rows, scheduled: Int32) -> tuple[Rows, Int32]:
+    def _admit(self, rows: Rows, scheduled: Int32, budget: int) -> tuple[Rows, Int32]:
         """Start waiting sequences in order while budget, rows and blocks last."""
-        budget = self.config.max_num_batched_tokens - int(scheduled.sum())
+        budget -= int(scheduled.sum())
         new_rows, new_scheduled = [], []
         while self._waiting and budget > 0 and self.seqs.num_free_rows:
             seq = self._waiting.head
@@ -329,6 +369,7 @@ class Scheduler:
         keeps_reserve = self.config.admission == "lifetime"
         self._tables.start(seq, split, reserved, reserved if keeps_reserve else 0)
         self._waiting.remove(seq)
+        self._plans.started(seq)
         self.started.append(seq)
         return True
 
@@ -363,10 +404,16 @@ class Scheduler:
         written = seqs.num_computed_tokens[parent_row] + seqs.num_in_flight_tokens[parent_row]
         return self.states.can_fork(int(written), num_tokens)
 
-    def _num_withheld(self) -> int:
-        """Blocks and slots that a fence keeps."""
+    @property
+    def _num_short(self) -> int:
+        """Times that a running sequence got fewer blocks than it needed."""
+        return self.counters.num_preemptions + self.counters.num_held_back
+
+    def _comes_back(self) -> bool:
+        """Whether blocks or slots come back by themselves: a fence keeps them, or a step runs."""
         states = self.states
-        return self.blocks.num_withheld + (0 if states is None else states.slots.num_withheld)
+        num_withheld = self.blocks.num_withheld + (0 if not states else states.slots.num_withheld)
+        return bool(num_withheld) or self.in_flight is not None
 
     def _reservation(self, seq: Sequence) -> int:
         reserve = ADMISSION[self.config.admission]

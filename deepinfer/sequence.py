@@ -161,7 +161,13 @@ class SequenceTable:
         stop_token_ids        where it ends by token, or NO_STOP_TOKEN
         epochs                changes when the row changes hands
 
-    Beside them `temperature` float32 [R], `seeds` int64 [R], `state_ids` int32 [R], `token_ids`
+    Beside them, for steps planned before the last result is known and for drafts, int32 [R] each:
+
+        num_pending_tokens    tokens that steps in flight bring at most
+        num_in_flight_drafts  drafts that steps in flight verify
+        num_proposed_drafts   drafts that wait on the device, as of the last result
+
+    and `temperature` float32 [R], `seeds` int64 [R], `state_ids` int32 [R], `token_ids`
     int32 and `logprobs` float32 [R, >= max_model_len], and `block_tables` int32 [R, max_blocks], 0
     behind a table's last block. `sequences` object [R] has whoever owns each row, or None.
     `tables_version` changes with every change of a block table.
@@ -181,6 +187,9 @@ class SequenceTable:
         self.max_total_tokens = by_row.max_total_tokens
         self.stop_token_ids = by_row.stop_token_ids
         self.epochs = by_row.epochs
+        self.num_pending_tokens = np.zeros(rows, np.int32)
+        self.num_in_flight_drafts = np.zeros(rows, np.int32)
+        self.num_proposed_drafts = np.zeros(rows, np.int32)
         self.temperature = np.zeros(rows, np.float32)
         self.seeds = np.zeros(rows, np.int64)
         self.state_ids = np.zeros(rows, np.int32)
@@ -214,6 +223,33 @@ class SequenceTable:
         # Rows are valid; "clip" only spares the copy that numpy's own check would make.
         return RowCounters(*self._counters.take(rows, axis=1, mode="clip"))
 
+    def gather_ahead(self, rows: Rows) -> RowCounters:
+        """As `gather`, as they will be when all steps in flight have brought what they can.
+
+        Of `rows` that go on after that: a request that goes on lacks at least one token.
+        """
+        counters = self.gather(rows)
+        in_flight = counters.num_in_flight_tokens
+        num_tokens = counters.num_tokens + self.num_pending_tokens[rows]
+        np.minimum(num_tokens, counters.max_total_tokens - 1, out=num_tokens)
+        return counters._replace(
+            num_tokens=num_tokens,
+            num_computed_tokens=np.minimum(
+                counters.num_computed_tokens + in_flight, num_tokens - 1
+            ),
+            num_in_flight_tokens=np.zeros_like(in_flight),
+        )
+
+    def num_unsure(self, rows: Rows, ahead: RowCounters) -> Int32:
+        """How many positions before those of `gather_ahead` each row may be, int32 [n].
+
+        So it is if all drafts in flight are rejected: then a step brings one token.
+        """
+        pending = self.num_pending_tokens[rows]
+        least = self.num_tokens[rows] + pending - self.num_in_flight_drafts[rows] - 1
+        unsure: Int32 = np.where(pending > 0, ahead.num_computed_tokens - least, 0)
+        return unsure
+
     def add(self, seq: Sequence, table: Int32, num_reserved_blocks: int = 0) -> int:
         """Give `seq` a row with `table` as its blocks; returns the row."""
         row = self._free_rows.pop()
@@ -243,8 +279,11 @@ class SequenceTable:
         seq.token_ids = self.token_ids[row, :count].copy()
         seq.logprobs = self.logprobs[row, seq.num_prompt_tokens : count].copy()
         table = self.shrink(row, 0)
-        self.num_in_flight_tokens[row] = 0
-        self.num_lookahead_slots[row] = 0
+        for counter in (
+            *(self.num_in_flight_tokens, self.num_pending_tokens, self.num_in_flight_drafts),
+            *(self.num_lookahead_slots, self.num_proposed_drafts),
+        ):
+            counter[row] = 0
         self.epochs[row] += 1
         self.sequences[row] = None
         self._free_rows.append(row)

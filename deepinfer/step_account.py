@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from deepinfer.device import Event
-from deepinfer.outputs import StepMoments, StepStats
-from deepinfer.plan import StepPlan
+from deepinfer.outputs import DraftCounts, StepMoments, StepStats
+from deepinfer.plan import AheadResult, StepPlan, StepResult
 from deepinfer.release import Fence
 from deepinfer.scheduler import Scheduler
 from deepinfer.worker import InFlightStep
@@ -67,12 +69,22 @@ class SubmittedStep:
     counts: Counts
     started_ids: list[str]
 
-    def stats(self, collecting: int, arrived: int, collected: Reading, now: Reading) -> StepStats:
+    def stats(
+        self,
+        collecting: int,
+        arrived: int,
+        collected: Reading,
+        now: Reading,
+        result: StepResult,
+        gap_ms: float | None,
+    ) -> StepStats:
         """The step in numbers, once it is committed.
 
         Args:
             collecting, arrived: nanoseconds at which the host asked for the result, and had it.
             collected, now: after the release policy saw the result, and after the commit.
+            result: of the step.
+            gap_ms: how long the device had nothing to do before it.
         """
         started, planned, submitted, released = self.readings
         return StepStats(
@@ -89,6 +101,8 @@ class SubmittedStep:
             wait_ns=now.waited_ns - started.waited_ns,  # an abort may have waited meanwhile
             result_wait_ns=arrived - collecting,
             device_ms=self.flight.device_ms(),
+            gap_ms=gap_ms,
+            drafts=None if result.ahead is None else draft_counts(result.ahead),
             moments=StepMoments(
                 started.at_ns,
                 planned.at_ns,
@@ -100,3 +114,17 @@ class SubmittedStep:
                 now.at_ns,
             ),
         )
+
+
+def draft_counts(ahead: AheadResult) -> DraftCounts | None:
+    """The drafts of a step in numbers; None if it verified none."""
+    verified = ahead.num_verified
+    if not np.count_nonzero(verified):
+        return None
+    accepted = np.clip(ahead.num_new - 1, 0, verified)
+    positions = np.arange(int(verified.max()))
+    return DraftCounts(
+        num_seqs=int(np.count_nonzero(verified)),
+        proposed=tuple(np.count_nonzero(verified[:, None] > positions, axis=0).tolist()),
+        accepted=tuple(np.count_nonzero(accepted[:, None] > positions, axis=0).tolist()),
+    )

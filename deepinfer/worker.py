@@ -6,8 +6,12 @@ forward pass with sampling on stream `compute`. Ordered by events:
     copy      wait(end of step n-1)   copy_blocks n, copy_states n   record(copied)
     compute                           wait(copied)    record(start)   forward n   record(end)
 
-What an operation computes is the `Runner`'s. Knows nothing of requests or of who owns a block: it
-touches what the plan names. Invariant: a submit call never waits for the device.
+What an operation computes is the `Runner`'s. Where plans look ahead, what is open in them is put in
+right before (`deepinfer.carry`), and what was sampled is carried on right behind.
+
+Knows nothing of requests or of who owns a block: it touches what the plan names. Invariant: a
+submit call never waits for the device; but where work runs inside the call (CUDA), one that carries
+something on waits for what it carries.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
+from deepinfer.carry import NO_TOKENS, Accepted, Carry
 from deepinfer.device.base import COMPUTE, Device, Event, Readback, Stream
 from deepinfer.observer import KV, RECORD, STAGING, STATE, Access
 from deepinfer.plan import Int32, StepPlan, StepResult, WrongRows
@@ -75,15 +80,17 @@ class InFlightStep:
 
     Attributes:
         step: the plan's number.
+        plan: as it was made, or once the step has run as it really ran.
         end: passes when the step's tokens are ready to be read.
     """
 
-    def __init__(self, step: int, device: Device) -> None:
-        self.step = step
+    def __init__(self, plan: StepPlan, device: Device) -> None:
+        self.step, self.plan = plan.step, plan
         self._device = device
         self._start = device.event(timing=True)
         self.end: Event = device.event(timing=True)
         self._readback = StepReadback()
+        self._accepted: Callable[..., Accepted] | None = None
         self._device_ms: float | None = None
         self._recycled = False
 
@@ -91,21 +98,36 @@ class InFlightStep:
         """Mark on `stream` where the step's device time begins."""
         stream.record(self._start)
 
-    def deliver(self, readback: StepReadback) -> None:
-        """Inside submitted work: what the step computed is on its way to the host."""
-        self._readback = readback
+    def deliver(
+        self, readback: StepReadback, accepted: Callable[..., Accepted] | None = None
+    ) -> None:
+        """Inside submitted work: what the step computed is on its way to the host.
+
+        `accepted`, of `Carry.accept`, where the plan looked ahead.
+        """
+        self._readback, self._accepted = readback, accepted
 
     def collect(self, timeout_s: float | None = None) -> StepResult:
         """Wait for the step and read its tokens. Raises what the wait for an event raises."""
         self.end.synchronize(timeout_s)
         self._device.on_host("collect", reads=(_number(RECORD, self.step),))
         self._device_ms = self.end.elapsed_ms(self._start)
-        return self._readback.result(self.step)
+        result = self._readback.result(self.step)
+        if self._accepted is None:
+            return result
+        accepted = self._accepted(result.logprobs)
+        return StepResult(
+            self.step, accepted.token_ids, accepted.logprobs, result.tags, accepted.ahead
+        )
 
     def device_ms(self) -> float:
         """Device time of forward and sampling in milliseconds; only after `collect`."""
         assert self._device_ms is not None, "collect() comes first"
         return self._device_ms
+
+    def gap_ms(self, before: InFlightStep) -> float:
+        """Device time between the end of the step before and this one's start; both collected."""
+        return self._start.elapsed_ms(before.end)
 
     def recycle(self) -> None:
         """Give both events back to the device's pool; `end` must not be used afterwards."""
@@ -121,10 +143,17 @@ class InFlightStep:
 
 
 class Worker:
-    """Queues the steps of one runner. Per step: `submit_copies`, then `submit_forward`."""
+    """Queues the steps of one runner. Per step: `submit_copies`, then `submit_forward`.
 
-    def __init__(self, runner: Runner, device: Device, block_size: int) -> None:
+    Args:
+        carry: what steps hand on to the next ones, where plans look ahead; None where they do not.
+    """
+
+    def __init__(
+        self, runner: Runner, device: Device, block_size: int, carry: Carry | None = None
+    ) -> None:
         self.runner = runner
+        self._carry = carry
         self._device = device
         self._block_size = block_size
         self._copy_stream = device.stream("copy")
@@ -159,13 +188,12 @@ class Worker:
 
     def submit_forward(self, plan: StepPlan) -> InFlightStep:
         """Queue forward and sampling of `plan`, behind its copies."""
-        flight = InFlightStep(plan.step, self._device)
-
+        flight = InFlightStep(plan, self._device)
         read, written = _touched_rows(plan, self._block_size)
         states = (Access(STATE, plan.state_ids, holders=plan.rows),) if len(plan.state_ids) else ()
         flight.record_start(self._compute_stream)
         self._compute_stream.submit(
-            lambda: flight.deliver(self.runner.forward(plan)),
+            lambda: self._run(plan, flight),
             reads=(read, *states, _number(STAGING, plan.step)),
             writes=(written, *states, _number(RECORD, plan.step)),
             label=f"forward step {plan.step}",
@@ -173,6 +201,19 @@ class Worker:
         self._compute_stream.record(flight.end)
         self._previous = flight
         return flight
+
+    def _run(self, plan: StepPlan, flight: InFlightStep) -> None:
+        """Inside submitted work: one step."""
+        if self._carry is None:
+            flight.deliver(self.runner.forward(plan))
+            return
+        resolved, readback, token_ids = self._carry.resolve(plan), StepReadback(), NO_TOKENS
+        if resolved.plan is not None:
+            flight.plan = resolved.plan
+            readback = self.runner.forward(resolved.plan)
+        if readback.token_ids is not None:
+            token_ids = self._device.read(readback.token_ids)
+        flight.deliver(readback, self._carry.accept(plan, resolved, token_ids))
 
 
 def _touched_rows(plan: StepPlan, block_size: int) -> tuple[Access, Access]:
@@ -187,6 +228,14 @@ def _touched_rows(plan: StepPlan, block_size: int) -> tuple[Access, Access]:
         in_block[seqs, columns],
         plan.rows[seqs],
     )
+    ahead = plan.ahead
+    if ahead is not None and np.count_nonzero(ahead.num_unsure):
+        # It may begin as many positions further back as there are drafts in flight.
+        written = plan.context_lens - plan.num_scheduled - ahead.num_unsure
+        first = np.clip(written[:, None] - starts, 0, block_size)
+        seqs, columns = (first < in_block).nonzero()
+        blocks, holders = plan.block_tables[seqs, columns], plan.rows[seqs]
+        return read, Access(KV, blocks, first[seqs, columns], in_block[seqs, columns], holders)
     blocks, offsets = np.divmod(plan.slot_mapping, block_size)
     holders = plan.rows.repeat(plan.num_scheduled)
     return read, Access(KV, blocks, offsets, offsets + 1, holders)

@@ -23,7 +23,7 @@ LAYERS = [
         *("deepinfer.names", "deepinfer.config", "deepinfer.plan", "deepinfer.free_list"),
         *("deepinfer.observer", "deepinfer.sizing", "deepinfer.validity"),
     },
-    {"deepinfer.block_manager", "deepinfer.sequence", "deepinfer.device"},
+    {"deepinfer.block_manager", "deepinfer.sequence", "deepinfer.device", "deepinfer.drafters"},
     {"deepinfer.checks"},
     {
         *("deepinfer.release", "deepinfer.fork", "deepinfer.policies", "deepinfer.planning"),
@@ -32,7 +32,8 @@ LAYERS = [
     },
     {
         *("deepinfer.outputs", "deepinfer.models", "deepinfer.stopping", "deepinfer.block_tables"),
-        "deepinfer.state_slots",
+        *("deepinfer.state_slots", "deepinfer.lookahead", "deepinfer.carry"),
+        "deepinfer.records",
     },
     {"deepinfer.scheduler"},
     {"deepinfer.worker"},
@@ -75,8 +76,13 @@ HOST_CORE = [
         "deepinfer.results",
         "deepinfer.block_tables",
         "deepinfer.state_slots",
+        "deepinfer.lookahead",
+        "deepinfer.carry",
+        "deepinfer.records",
     ),
     *("deepinfer.outputs", "deepinfer.sizing", "deepinfer.validity"),
+    *("deepinfer.drafters.base", "deepinfer.drafters.acceptance"),
+    *("deepinfer.drafters.ngram", "deepinfer.drafters.replay"),
     *("deepinfer.models.hybrid.layer_plan", "deepinfer.models.hybrid.geometry"),
     *("deepinfer.models.hybrid.released", "deepinfer.models.hybrid.stored"),
 ]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.checks.ledger import Index
-from deepinfer.plan import StepPlan
+from deepinfer.plan import PLACEHOLDER, StepPlan
 from deepinfer.sequence import SequenceTable
 
 Contradiction = tuple[tuple[object, ...], str]  # what it is about, and in words
@@ -63,7 +63,11 @@ class PlanCheck:
         rows = plan.rows.repeat(plan.num_scheduled)
         inside = (plan.positions >= 0) & (plan.positions < seqs.token_ids.shape[1])
         known = seqs.token_ids[rows, np.where(inside, plan.positions, 0)]
-        for at in np.flatnonzero(inside & (plan.token_ids != known)).tolist():
+        wrong = inside & (plan.token_ids != known)
+        if plan.ahead is not None:  # the host does not know the others, and says so
+            unknown = plan.positions >= seqs.num_tokens[rows]
+            wrong = np.where(unknown, plan.token_ids != PLACEHOLDER, wrong)
+        for at in np.flatnonzero(wrong).tolist():
             row = int(rows[at])
             yield (
                 ("token", row),
@@ -112,9 +116,11 @@ class PlanCheck:
             )
 
     def _positions(self) -> Iterator[Contradiction]:
-        """Each row goes on where its committed rows end."""
+        """Each row goes on where its committed rows, and those in flight, end."""
         plan = self._plan
         computed = self._seqs.num_computed_tokens[plan.rows]
+        if plan.ahead is not None:
+            computed = self._seqs.gather_ahead(plan.rows).num_computed_tokens
         starts = plan.context_lens - plan.num_scheduled
         first = plan.positions[plan.query_start[:-1]]
         for i in np.flatnonzero((starts != computed) | (first != computed)).tolist():

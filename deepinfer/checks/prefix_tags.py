@@ -71,16 +71,20 @@ class PrefixTags:
         self._epochs = seqs.epochs.copy()
         self._ended: deque[_Ended] = deque(maxlen=NUM_ENDED)
 
-    def up_to(self, rows: Rows, epochs: Int32, context_lens: Int32) -> Int64:
+    def up_to(
+        self, rows: Rows, epochs: Int32, context_lens: Int32, width: int | None = None
+    ) -> tuple[Int64, UInt64]:
         """The tags of the first `context_lens` positions of `rows`, a fresh array.
 
         Args:
             rows: intp [S], distinct.
             epochs: int32 [S], as the table has them.
             context_lens: int32 [S], >= 1 each; so many tokens are known.
+            width: of the result, where more than the longest context is wanted.
 
         Returns:
-            int64 [S, max(context_lens)], 0 behind each context.
+            int64 [S, width], 0 behind each context; and uint64 [S], from which `go_on` makes the
+            tags of further tokens.
         """
         known = self._num_known[rows]
         stale = (self._epochs[rows] != epochs) | (known > context_lens)
@@ -96,7 +100,8 @@ class PrefixTags:
             self._append(rows[one], known[one])
             for index in np.flatnonzero(missing > 1).tolist():
                 self._extend(int(rows[index]), int(known[index]), int(context_lens[index]))
-        return self._tags[rows, : int(context_lens.max())]
+        longest = int(context_lens.max()) if width is None else width
+        return self._tags[rows, :longest], self._sums[rows]
 
     def ended(self, row: int, request_id: str) -> None:
         """A request is about to leave its row: keep its tags, to name it by."""
@@ -137,12 +142,9 @@ class PrefixTags:
 
     def _extend(self, row: int, start: int, end: int) -> None:
         """The positions `start` to `end` of one row."""
-        positions = np.arange(start, end, dtype=np.int32)
-        mixed = _mix(self._seqs.token_ids[row, start:end], positions)
-        mixed[:1] += self._sums[row : row + 1]
-        sums = np.cumsum(mixed, dtype=np.uint64)
+        sums = _sums(self._sums[row], start, self._seqs.token_ids[row, start:end])
         self._sums[row] = sums[-1]
-        self._tags[row, start:end] = _tags_of(sums, positions)
+        self._tags[row, start:end] = _tags_of(sums, np.arange(start, end, dtype=np.int32))
         self._num_known[row] = end
 
     def _forget(self, row: int) -> None:
@@ -178,6 +180,20 @@ class PrefixTags:
 
     def _name(self, row: int) -> str:
         return str(self._names(np.array([row], np.intp))[0])
+
+
+def go_on(tag_sum: np.uint64, start: int, token_ids: Int32) -> Int64:
+    """The tags of tokens from position `start` on, int64 [n]; `tag_sum` is of all before."""
+    positions = np.arange(start, start + len(token_ids), dtype=np.int32)
+    return _tags_of(_sums(tag_sum, start, token_ids), positions)
+
+
+def _sums(tag_sum: np.uint64, start: int, token_ids: Int32) -> UInt64:
+    """The sums up to each of the tokens from position `start` on, uint64 [n]."""
+    mixed = _mix(token_ids, np.arange(start, start + len(token_ids), dtype=np.int32))
+    mixed[:1] += tag_sum
+    sums: UInt64 = np.cumsum(mixed, dtype=np.uint64)
+    return sums
 
 
 def _mix(token_ids: Int32, positions: Int32) -> UInt64:

@@ -158,6 +158,13 @@ class Device(Protocol):
         """Inside submitted work: start copying `tensor` to the host."""
         ...
 
+    def read(self, readback: Readback) -> np.ndarray:
+        """Inside submitted work: the array of a download that the same operation began.
+
+        At once on the CPU; on CUDA the host waits for it.
+        """
+        ...
+
     def part(self, name: str) -> None:
         """Inside submitted work: what follows is its part `name`.
 

@@ -25,6 +25,7 @@ from deepinfer.device.base import (
     Event,
     EventPool,
     Failure,
+    Readback,
     T,
     run_and_wait,
 )
@@ -329,6 +330,11 @@ class CudaDevice:
         # Free of charge if the tensor was made on this stream.
         tensor.record_stream(torch.cuda.current_stream(self._device))
         return PinnedReadback(host)
+
+    def read(self, readback: Readback) -> np.ndarray:
+        """Wait for what the current stream has queued, and read what it downloaded."""
+        torch.cuda.current_stream(self._device).synchronize()
+        return readback.numpy()
 
     def run(self, fn: Callable[[], T], *, label: str = "") -> T:
         """Run `fn` on stream `COMPUTE` and wait for it; raises what it raises."""

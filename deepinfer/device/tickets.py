@@ -32,6 +32,7 @@ from deepinfer.device.base import (
     Event,
     EventPool,
     Failure,
+    Readback,
     T,
     run_and_wait,
 )
@@ -325,6 +326,10 @@ class TicketDevice(ABC, Generic[S]):
     def download(self, tensor: torch.Tensor) -> HostReadback:
         """`tensor` itself, which must not be written again before it is read."""
         return HostReadback(tensor)
+
+    def read(self, readback: Readback) -> np.ndarray:
+        """What an operation of the CPU has downloaded is there."""
+        return readback.numpy()
 
     def part(self, name: str) -> None:
         """Nothing; see `base.Device.part`."""

@@ -113,6 +113,10 @@ class DeviceWrapper:
         """As the inner device's."""
         return self.inner.download(tensor)
 
+    def read(self, readback: Readback) -> np.ndarray:
+        """As the inner device's."""
+        return self.inner.read(readback)
+
     def part(self, name: str) -> None:
         """As the inner device's."""
         self.inner.part(name)

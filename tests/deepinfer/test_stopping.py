@@ -162,7 +162,7 @@ def test_a_stream_that_waits_for_a_failed_one_fails_with_it(start, device):
     load, behind = engine.device.stream("load"), engine.device.event()
     engine.add_request("first", PROMPT, SAMPLING)
     assert engine.submit()
-    load.wait(engine._submitted.flight.end)
+    load.wait(engine._in_flight[0].flight.end)
     load.submit(lambda: None)
     load.record(behind)
     with pytest.raises(DeviceError, match="a planted fault"):

@@ -100,6 +100,10 @@ class HybridTags:
         self.rows = {ratio: zeros(num_blocks, num) for ratio, num in per_block.items()}
         self._ranks = torch.arange(1, NUM_SHOWN + 1, device=torch_device)
 
+    def block(self, ratio: int, block_id: int) -> Tensor:
+        """The tags of one block's compressed rows of a ratio, a view [rows_per_block]."""
+        return self.rows[ratio][block_id]
+
     def copy_blocks(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy whole blocks' tags, int64 [C] each; all sources are read first."""
         for tags in self.rows.values():

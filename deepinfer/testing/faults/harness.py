@@ -60,9 +60,9 @@ def run_trial(
 
     Args:
         release: the policy, instead of the fault's own.
-        transfers: whether a client loads and saves blocks beside the engine. It has no place beside
-            a model whose requests have state, of which a block is not all.
-        with_state: run that model; it is always run where a fault wants state slots.
+        transfers: whether a client loads and saves blocks beside the engine.
+        with_state: run a model whose requests have state; it is always run where a fault wants
+            state slots.
         stop_at_first: stop as soon as one checker found something.
         observers: told of everything as well.
     """
@@ -81,7 +81,7 @@ def run_trial(
     ) as engine:
         if fault is not None:
             fault.plant(engine)
-        client = Transfers(engine, PoolRows(engine)) if transfers and not has_state else None
+        client = Transfers(engine, PoolRows(engine)) if transfers else None
         scenario = Scenario(engine, device, seed, client)
         return _drive(engine, scenario, client, max_steps, stop_at_first)
 

@@ -26,7 +26,7 @@ Call = Callable[..., Any]
 # -- when a block may be handed out again ----------------------------------------------------------
 
 
-@OWNERSHIP.add("book 4.2", release="early")
+@OWNERSHIP.add("book 4.2", of_client=True, release="early")
 def early_with_unordered_writer(engine: LLMEngine) -> None:
     """The policy `early` beside a client that writes blocks on a stream of its own."""
 
@@ -212,7 +212,7 @@ def fork_not_counted(engine: LLMEngine) -> None:
     around(engine.scheduler, "fork", fork)
 
 
-@OWNERSHIP.add("DingoCache#76")
+@OWNERSHIP.add("DingoCache#76", of_client=True)
 def save_not_pinned(engine: LLMEngine) -> None:
     """A save reads blocks without owning them, and its request gives them away."""
 

@@ -45,7 +45,7 @@ def table_one_short(engine: LLMEngine) -> None:
     def gather(inner: Call, rows: Rows) -> RowCounters:
         return _OneShort(*inner(rows))
 
-    around(engine.scheduler.seqs, "gather", gather)
+    around(engine.scheduler, "_gather", gather)
 
 
 @PLANNED.add("vllm#16370")

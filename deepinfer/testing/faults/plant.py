@@ -30,6 +30,7 @@ class Fault:
         what: what goes wrong, in one line.
         report: the public report it is drawn from (repository#number), or the book's section.
         plant: makes an engine have it.
+        of_client: whether it concerns blocks that a client moves beside the engine.
         settings: `EngineConfig` fields that it needs other than the scenario's.
     """
 
@@ -37,19 +38,22 @@ class Fault:
     what: str
     report: str
     plant: Plant
+    of_client: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 class FaultList(dict[str, Fault]):
     """Faults by name, in the order of their definition."""
 
-    def add(self, report: str, **settings: Any) -> Callable[[Plant], Plant]:
+    def add(
+        self, report: str, *, of_client: bool = False, **settings: Any
+    ) -> Callable[[Plant], Plant]:
         """A decorator: the function plants a fault named after it."""
 
         def register(plant: Plant) -> Plant:
             name = plant.__name__.replace("_", "-")
             what = " ".join((plant.__doc__ or "").split()).rstrip(".")
-            self[name] = Fault(name, what, report, plant, settings)
+            self[name] = Fault(name, what, report, plant, of_client, settings)
             return plant
 
         return register

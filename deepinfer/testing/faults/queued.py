@@ -128,13 +128,13 @@ def result_read_early(engine: LLMEngine) -> None:
 # -- of the client beside the engine ---------------------------------------------------------------
 
 
-@QUEUED.add("vllm#45704", release="step")
+@QUEUED.add("vllm#45704", of_client=True, release="step")
 def save_before_its_rows(engine: LLMEngine) -> None:
     """A save does not wait for the copies that fill the blocks it reads."""
     around(engine.device.stream("load"), "wait", lambda wait, event: None)
 
 
-@QUEUED.add("TensorRT-LLM#9056")
+@QUEUED.add("TensorRT-LLM#9056", of_client=True)
 def load_used_before_written(engine: LLMEngine) -> None:
     """Who reads a load does not wait for what fills it."""
 

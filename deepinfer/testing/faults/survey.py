@@ -15,7 +15,7 @@ from deepinfer.testing.faults.harness import ENGINE, Outcome, run_trial
 from deepinfer.testing.faults.plant import Fault
 
 COLUMNS = (*CHECKS, ENGINE)
-CLEAN = "clean"
+CLEAN, STATE = "clean", "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Row:
 
     Attributes:
         name, what, report: of the fault; of a clean engine its policy, its company, and nothing.
+            With `STATE` in its name, in a model whose requests have state slots.
         is_clean: whether it has no fault.
         num_seeds: scenarios run.
         num_found: by column, in how many of them something was found; columns without any left out.
@@ -50,19 +51,28 @@ def survey(faults: Sequence[Fault], num_seeds: int) -> Iterator[Row]:
     """The clean engine under every policy, then each fault.
 
     An unsafe policy is clean only where nobody writes blocks beside the engine; with such a client
-    it is a fault. Beside requests with state there is no such client.
+    it is a fault. What concerns the client is run over rows of both kinds: K and V of every token,
+    and compressed rows of a model with state.
     """
     seeds = range(num_seeds)
     for release in RELEASE_POLICIES:
         alone = release in UNSAFE_POLICIES
-        runs = [run_trial(None, seed, release=release, transfers=not alone) for seed in seeds]
         company = "no other writer" if alone else "loads and saves beside it"
-        yield _row(f"{CLEAN}, {release}", company, "", True, runs)
-        runs = [run_trial(None, seed, release=release, with_state=True) for seed in seeds]
-        yield _row(f"{CLEAN}, {release}, state", "requests have state slots", "", True, runs)
+        for with_state in (False, True):
+            runs = [
+                run_trial(None, seed, release=release, transfers=not alone, with_state=with_state)
+                for seed in seeds
+            ]
+            yield _row(_name(f"{CLEAN}, {release}", with_state), company, "", True, runs)
     for fault in faults:
-        runs = [run_trial(fault, seed) for seed in seeds]
-        yield _row(fault.name, fault.what, fault.report, False, runs)
+        for with_state in (False, True) if fault.of_client else (False,):
+            runs = [run_trial(fault, seed, with_state=with_state) for seed in seeds]
+            name = _name(fault.name, with_state)
+            yield _row(name, fault.what, fault.report, False, runs)
+
+
+def _name(of: str, with_state: bool) -> str:
+    return f"{of}, {STATE}" if with_state else of
 
 
 def _row(name: str, what: str, report: str, is_clean: bool, runs: Sequence[Outcome]) -> Row:

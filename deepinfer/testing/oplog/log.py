@@ -7,8 +7,10 @@
 
 A block is named by an ownership, not by its place: each allocation has new names `a1`, `a2`, ...
 that are never used again, and `ids` says where they were. So a log can be replayed where the ids
-differ. Events are `e1`, `e2`, ... from one recycling to the next. A line with `"by": "policy"` is
-what the release policy of the recorded run made of it: a replay has a policy of its own.
+differ. State slots are named in the same way: `"pool": "states"` in an allocation says that its
+names are theirs. Events are `e1`, `e2`, ... from one recycling to the next. A line with
+`"by": "policy"` is what the release policy of the recorded run made of it: a replay has a policy of
+its own.
 
 Knows the format; `recorder` writes it and `replay` runs it. No
 torch. Invariant: what is read was written by this version, every block in it was allocated before,
@@ -31,6 +33,7 @@ from deepinfer.errors import UserError, nearest_hint
 from deepinfer.observer import RECORD, STAGING
 from deepinfer.testing.oplog.operations import (
     OPERATIONS,
+    STATES,
     Allocate,
     Blocks,
     Copy,
@@ -138,6 +141,12 @@ def _read_takers(value: Any) -> tuple[tuple[str, str, int], ...]:
         raise ValueError(f"{value!r} is no list of [owner, path, count]") from None
 
 
+def _read_pool(value: Any) -> str:
+    if value != STATES:
+        raise ValueError(f"{value!r} is no pool that is named; expected {STATES!r}")
+    return STATES
+
+
 _read_text = _typed(str)
 
 # A key means the same in every operation: how it is written, and how it is read.
@@ -155,6 +164,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "ids": _read_ids,
     "takers": _read_takers,
     "reuses": _typed(dict),
+    "pool": _read_pool,
     "step": _typed(int),
     "passed": _typed(bool),
 }
@@ -262,7 +272,7 @@ class OperationLog:
             raise UserError(f"{path}:1: engine: {error}") from None
 
     def __iter__(self) -> Iterator[tuple[int, Operation]]:
-        num_blocks = 0
+        names = _Names()
         self.truncated = True
         with self.path.open("rb") as file:
             file.readline()
@@ -272,7 +282,7 @@ class OperationLog:
                     continue
                 try:
                     operation = decode(line)
-                    num_blocks = _count_blocks(operation, num_blocks)
+                    names.check(operation)
                 except ValueError as error:
                     if not line.endswith(b"\n"):
                         return
@@ -280,28 +290,44 @@ class OperationLog:
                 yield number, operation
 
 
-def _count_blocks(operation: Operation, so_far: int) -> int:
-    """How many blocks were allocated; ValueError if the operation names one that was not."""
-    if isinstance(operation, Allocate):
-        count = len(operation.blocks)
-        if operation.blocks != tuple(range(so_far + 1, so_far + 1 + count)):
-            raise ValueError(f"allocate: blocks must go on with a{so_far + 1}")
+class _Names:
+    """The names given so far. `check` raises ValueError if an operation names what has no name."""
+
+    def __init__(self) -> None:
+        self._num_names = 0
+        self._slots: set[int] = set()
+
+    def check(self, operation: Operation) -> None:
+        """Names were given before; one table has blocks only, or state slots only."""
+        if isinstance(operation, Allocate):
+            self._allocate(operation)
+            return
+        named: Blocks = ()
+        if isinstance(operation, Pin | Release | Copy):
+            named = operation.blocks
+        if isinstance(operation, Copy):
+            if len(operation.sources) != len(operation.blocks):
+                num_sources, num_blocks = len(operation.sources), len(operation.blocks)
+                raise ValueError(f"copy: {num_sources} sources of {num_blocks}")
+            named += operation.sources
+        if len({block in self._slots for block in named}) > 1:
+            raise ValueError(f"{operation.op}: blocks and state slots together")
+        if isinstance(operation, Submit | Host):
+            touched = (*operation.reads, *operation.writes)
+            named = tuple(part[0] for part in touched if len(part) == 3)
+        highest = max(named, default=0)
+        if highest > self._num_names:
+            raise ValueError(f"{operation.op}: block a{highest} was not allocated before")
+
+    def _allocate(self, operation: Allocate) -> None:
+        first, count = self._num_names + 1, len(operation.blocks)
+        if operation.blocks != tuple(range(first, first + count)):
+            raise ValueError(f"allocate: blocks must go on with a{first}")
         if len(operation.ids) != count:
             raise ValueError(f"allocate: {len(operation.ids)} ids of {count} blocks")
-        return so_far + count
-    highest = 0
-    if isinstance(operation, Pin | Release | Copy):
-        highest = max(operation.blocks, default=0)
-    if isinstance(operation, Copy):
-        if len(operation.sources) != len(operation.blocks):
-            raise ValueError(f"copy: {len(operation.sources)} sources of {len(operation.blocks)}")
-        highest = max(highest, *operation.sources)
-    elif isinstance(operation, Submit | Host):
-        touched = (*operation.reads, *operation.writes)
-        highest = max((part[0] for part in touched if len(part) == 3), default=0)
-    if highest > so_far:
-        raise ValueError(f"{operation.op}: block a{highest} was not allocated before")
-    return so_far
+        self._num_names += count
+        if operation.pool:
+            self._slots.update(operation.blocks)
 
 
 def step_written(writes: Touched) -> int | None:

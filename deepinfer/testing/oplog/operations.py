@@ -1,7 +1,8 @@
 """The operations of a log, as values: what one engine did with its blocks and its device.
 
 A block is named by an ownership, not by its place: each allocation has new numbers that are never
-used again. Events have names that last from one recycling to the next. `by` is `POLICY` where the
+used again. A state slot is named likewise and by the same numbers, so only its allocation says that
+it is one. Events have names that last from one recycling to the next. `by` is `POLICY` where the
 release policy of the recorded run did it, and empty where the engine did.
 
 Knows neither text nor files. Invariant: the values are immutable, and `OPERATIONS` has them all.
@@ -14,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 POLICY = "policy"
+STATES = "states"  # the pool of state slots
 
-Blocks = tuple[int, ...]
+Blocks = tuple[int, ...]  # or state slots, never both
 Span = tuple[int, int, int | None]  # a block's number, its first row and the row after its last
 Number = tuple[str, int]  # STAGING or RECORD, and a step
 Touched = tuple[Span | Number, ...]
@@ -23,9 +25,10 @@ Touched = tuple[Span | Number, ...]
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """New blocks. `takers`: owner, path and how many of them, in order.
+    """New blocks, or with the pool `STATES` new state slots.
 
-    `reuses` is for a reader: whose block was at the same place before, by the new block's name.
+    `takers`: owner, path and how many of them, in order. `reuses` is for a reader: whose block was
+    at the same place before, by the new block's name.
     """
 
     op: ClassVar[str] = "allocate"
@@ -33,6 +36,7 @@ class Allocate:
     ids: Blocks
     takers: tuple[tuple[str, str, int], ...] = ()
     reuses: dict[str, str] = field(default_factory=dict)
+    pool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """An operation that copies whole blocks, `sources[i]` to `blocks[i]`."""
+    """An operation that copies whole blocks, or slots, `sources[i]` to `blocks[i]`."""
 
     op: ClassVar[str] = "copy"
     stream: str

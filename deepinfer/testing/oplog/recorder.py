@@ -21,12 +21,13 @@ import numpy as np
 
 from deepinfer.config import EngineConfig
 from deepinfer.errors import UserError
-from deepinfer.observer import KV, Access, BlockIds, Ints, Observer
+from deepinfer.observer import KV, STATE, Access, BlockIds, Ints, Observer
+from deepinfer.sizing import num_state_slots
 from deepinfer.testing.oplog.log import END, encode, header, step_written
 from deepinfer.testing.oplog.operations import (
     POLICY,
+    STATES,
     Allocate,
-    Blocks,
     Collected,
     Copy,
     Flush,
@@ -43,6 +44,7 @@ from deepinfer.testing.oplog.operations import (
     Touched,
     Wait,
 )
+from deepinfer.testing.oplog.places import Places
 
 FORK_SOURCE, COPY = "fork source", "copy"  # the engine's path, and the stream it is behind
 MAX_BUFFERED = 4096  # lines
@@ -50,6 +52,9 @@ MAX_BUFFERED = 4096  # lines
 
 class OperationRecorder(Observer):
     """Writes `path`, replacing what is there. A context manager, or call `close()`.
+
+    Attributes:
+        states: hears of state slots what this hears of blocks; their lines are in the same file.
 
     Raises UserError if the file cannot be written, when made and at any later call.
     """
@@ -59,10 +64,10 @@ class OperationRecorder(Observer):
         self._block_size = config.block_size
         self._lines = [header(config)]
         self._failed = False
-        # Of the block at each place; 0 where none is, as at the last one, which is no place.
-        self._names = np.zeros(config.num_blocks + 1, np.int64)
-        self._num_blocks = 0
-        self._previous: dict[int, tuple[str, int | None]] = {}  # who gave up a place, behind what
+        self._blocks = Places("", config.num_blocks)
+        self._slots = Places(STATES, num_state_slots(config.max_num_seqs, config.num_state_slots))
+        self.states = _SlotRecorder(self, self._slots)
+        self._num_names = 0  # given so far, to blocks and slots
         self._last_collected = 0
         self._allocated: Allocate | None = None  # whose takers are not all known
         self._behind_allocation: list[Operation] = []
@@ -102,21 +107,22 @@ class OperationRecorder(Observer):
 
     # -- blocks ----------------------------------------------------------------------------------
 
-    def allocated(self, ids: BlockIds) -> None:
+    def allocated(self, ids: BlockIds, pool: Places | None = None) -> None:
         """New names; the line waits for its takers."""
+        pool = pool or self._blocks
         self._begin()
         places = [int(i) for i in ids]
         if not places:
             return
-        names = tuple(range(self._num_blocks + 1, self._num_blocks + 1 + len(places)))
+        names = tuple(range(self._num_names + 1, self._num_names + 1 + len(places)))
         reuses = {
-            f"a{name}": self._described(place)
+            f"a{name}": self._described(pool.previous[place])
             for name, place in zip(names, places, strict=True)
-            if place in self._previous
+            if place in pool.previous
         }
-        self._num_blocks += len(places)
-        self._names[places] = names
-        self._allocated = Allocate(names, tuple(places), (), reuses)
+        self._num_names += len(places)
+        pool.names[places] = names
+        self._allocated = Allocate(names, tuple(places), (), reuses, pool.pool)
 
     def took(self, owner: str, ids: BlockIds, path: str) -> None:
         """One taker of the last allocation."""
@@ -127,19 +133,27 @@ class OperationRecorder(Observer):
         if sum(count for _, _, count in takers) >= len(self._allocated.blocks):
             self._settle()
 
-    def pinned(self, ids: BlockIds) -> None:
+    def pinned(self, ids: BlockIds, pool: Places | None = None) -> None:
         """The line waits for the fork that it may be."""
         self._begin()
         if len(ids):
-            self._held = Pin(self._named(ids))
+            self._held = Pin((pool or self._blocks).named(ids))
 
     def forked(self, owner: str, parent: str, ids: BlockIds) -> None:
         """Who pinned, and of whom."""
         if isinstance(self._held, Pin):
             self._held = replace(self._held, owner=owner, parent=parent)
 
-    def giving_up(self, table: BlockIds, step: int | None, owner: str, path: str) -> None:
+    def giving_up(
+        self,
+        table: BlockIds,
+        step: int | None,
+        owner: str,
+        path: str,
+        pool: Places | None = None,
+    ) -> None:
         """A release; the fence of a fork source is the stream it was queued on."""
+        pool = pool or self._blocks
         event = stream = ""
         if path == FORK_SOURCE and step is not None:
             if isinstance(self._held, Record):
@@ -150,10 +164,10 @@ class OperationRecorder(Observer):
         elif step is not None:
             event = self._ends.get(step, "")
         self._begin()
-        self._add(Release(self._named(table), owner, path, step, event, stream))
+        self._add(Release(pool.named(table), owner, path, step, event, stream))
         for place in table:
-            name = self._names[int(place)]
-            self._previous[int(place)] = (f"a{name} of {owner}, {path}", step)
+            name = pool.names[int(place)]
+            pool.previous[int(place)] = (f"a{name} of {owner}, {path}", step)
         self._policy_acts = step is not None
 
     # -- moments of a step -----------------------------------------------------------------------
@@ -171,6 +185,11 @@ class OperationRecorder(Observer):
         self._last_collected = step
         self._write_out()
 
+    def slots_release_point(self) -> None:
+        """The queue of slots has its own right behind the blocks': still the policy's turn."""
+        self._settle()
+        self._policy_acts = True
+
     def flushed(self) -> None:
         """The policy's right behind a release or a release point, otherwise the engine's."""
         self._settle()
@@ -181,15 +200,16 @@ class OperationRecorder(Observer):
     def submitted(
         self, stream: str, label: str, reads: Sequence[Access], writes: Sequence[Access]
     ) -> None:
-        """A copy if whole blocks are read and as many written, otherwise any operation."""
+        """A copy if whole blocks, or slots, are read and as many written, else any operation."""
         if isinstance(self._held, Wait) and self._held.stream == stream:
             self._held = replace(self._held, by="")
         self._begin()
-        if pairs := _copied(reads, writes):
-            sources, blocks = self._named(pairs[0]), self._named(pairs[1])
-            others = self._touched([access for access in reads if access.kind != KV])
-            self._add(Copy(stream, sources, blocks, label, others))
-            return
+        for kind, pool in ((KV, self._blocks), (STATE, self._slots)):
+            if pairs := _copied(reads, writes, kind):
+                sources, blocks = pool.named(pairs[0]), pool.named(pairs[1])
+                others = self._touched([access for access in reads if access.kind != kind])
+                self._add(Copy(stream, sources, blocks, label, others))
+                return
         submit = Submit(stream, label, self._touched(reads), self._touched(writes))
         self._add(submit)
         step = step_written(submit.writes)
@@ -252,28 +272,28 @@ class OperationRecorder(Observer):
 
     # -- names -----------------------------------------------------------------------------------
 
-    def _named(self, places: BlockIds | Ints) -> Blocks:
-        return tuple(self._names[np.asarray(places, np.intp)].tolist())
-
     def _event(self, event: int) -> str:
         if event not in self._events:
             self._num_events += 1
             self._events[event] = f"e{self._num_events}"
         return self._events[event]
 
-    def _described(self, place: int) -> str:
+    def _described(self, previous: tuple[str, int | None]) -> str:
         """Whose block was at a place before, and whether the work behind it may still run."""
-        what, step = self._previous[place]
+        what, step = previous
         in_flight = step is not None and step > self._last_collected
         return f"{what}, step {step} in flight" if in_flight else what
 
     def _touched(self, accesses: Sequence[Access]) -> Touched:
         parts: Touched = ()
         for access in accesses:
-            if access.kind != KV:
+            if access.kind == STATE:
+                names = self._slots.names.take(access.ids, mode="clip").tolist()
+                parts += tuple((name, 0, None) for name in names if name)
+            elif access.kind != KV:
                 parts += tuple((access.kind, int(number)) for number in access.ids)
             elif access.start is None or access.end is None:
-                parts += tuple((name, 0, None) for name in self._named(access.ids))
+                parts += tuple((name, 0, None) for name in self._blocks.named(access.ids))
             else:
                 parts += self._spans(access.ids, access.start, access.end)
         return parts
@@ -289,7 +309,7 @@ class OperationRecorder(Observer):
         first[1:] = (places[1:] != places[:-1]) | (start[1:] != end[:-1])
         firsts = first.nonzero()[0]
         lasts = np.append(firsts[1:], len(places)) - 1
-        names = self._names.take(places[firsts], mode="clip")
+        names = self._blocks.names.take(places[firsts], mode="clip")
         spans = np.stack((names, start[firsts], end[lasts]))[:, names > 0]
         size = self._block_size + 1
         _, once = np.unique((spans[0] * size + spans[1]) * size + spans[2], return_index=True)
@@ -338,10 +358,40 @@ class OperationRecorder(Observer):
         )
 
 
-def _copied(reads: Sequence[Access], writes: Sequence[Access]) -> tuple[Ints, Ints] | None:
-    """Source and destination ids, if an operation copies whole blocks and writes nothing else."""
-    sources = [access for access in reads if access.kind == KV]
-    if len(sources) != 1 or len(writes) != 1 or writes[0].kind != KV:
+class _SlotRecorder(Observer):
+    """Tells the recorder of it all what happens to state slots."""
+
+    def __init__(self, recorder: OperationRecorder, slots: Places) -> None:
+        self._recorder, self._slots = recorder, slots
+
+    def allocated(self, ids: BlockIds) -> None:
+        self._recorder.allocated(ids, self._slots)
+
+    def took(self, owner: str, ids: BlockIds, path: str) -> None:
+        self._recorder.took(owner, ids, path)
+
+    def pinned(self, ids: BlockIds) -> None:
+        self._recorder.pinned(ids, self._slots)
+
+    def forked(self, owner: str, parent: str, ids: BlockIds) -> None:
+        self._recorder.forked(owner, parent, ids)
+
+    def giving_up(self, table: BlockIds, step: int | None, owner: str, path: str) -> None:
+        self._recorder.giving_up(table, step, owner, path, self._slots)
+
+    def release_point(self) -> None:
+        self._recorder.slots_release_point()
+
+    def flushed(self) -> None:
+        self._recorder.flushed()
+
+
+def _copied(
+    reads: Sequence[Access], writes: Sequence[Access], kind: str
+) -> tuple[Ints, Ints] | None:
+    """Source and destination ids, if an operation copies whole things of a kind, and no more."""
+    sources = [access for access in reads if access.kind == kind]
+    if len(sources) != 1 or len(writes) != 1 or writes[0].kind != kind:
         return None
     source, target = sources[0], writes[0]
     if source.start is not None or target.start is not None or len(source.ids) != len(target.ids):

@@ -1,9 +1,10 @@
 """Replays an operation log through another policy, free list, pool or block manager.
 
 No model: the host operations of the log run in their order through a real release queue and a real
-block manager, and the device operations on a stepped device that moves names instead of rows
-(`deepinfer.testing.oplog.memory`), so a block that was handed out too early is a wrong read. What
-the recorded policy did is left out; the replayed one acts at the same moments in its own way.
+block manager for each pool (blocks, state slots), and the device operations on a stepped device
+that moves names instead of rows (`deepinfer.testing.oplog.memory`), so a block that was handed out
+too early is a wrong read. What the recorded policy did is left out; the replayed one acts at the
+same moments in its own way.
 
 Knows operations, not where they come from; no torch. Invariant: a replay of the recorded
 configuration hands out the recorded ids, as long as the device is as far as the host saw it then.
@@ -15,6 +16,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 from deepinfer.block_manager import BlockManager
@@ -27,7 +29,9 @@ from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.device.wrapper import inner_event
 from deepinfer.errors import DeepInferError, listed
 from deepinfer.names import UNSAFE_POLICIES
-from deepinfer.release import Fence, ReleaseQueue
+from deepinfer.observer import Observer
+from deepinfer.release import Fence
+from deepinfer.sizing import num_state_slots
 from deepinfer.testing.oplog.figures import RANDOM, RECORDED, Figures, Progress
 from deepinfer.testing.oplog.memory import ReplayMemory
 from deepinfer.testing.oplog.operations import (
@@ -49,6 +53,7 @@ from deepinfer.testing.oplog.operations import (
     seen,
     with_notes,
 )
+from deepinfer.testing.oplog.pools import ReplayPool
 
 AS_LATE = Progress()
 CONTENT = "content"  # the finding of a wrong read
@@ -82,25 +87,30 @@ class Replay:
         progress: Progress = AS_LATE,
     ) -> None:
         self.config, self.stopped, self.num_steps = config, "", 0
-        self._figures = Figures()
+        self._num_operations = 0
         watch = Checks("order" if "order" in checks else "off", config.block_size)
         self.findings: Findings = watch.findings
-        self.states = None  # logs are of models without state
-        watch.bind(cast(Any, self))  # what they look at here: config, states and num_steps
         self._counts_blocks = "conservation" in checks
-        self._observer = watch.observer
-        self.blocks = observed(
-            make_blocks(
-                config.num_blocks,
+        num_slots = num_state_slots(config.max_num_seqs, config.num_state_slots)
+        # What the checkers look at here: `config`, `num_steps`, and of slots how many there are.
+        self.states = SimpleNamespace(slots=SimpleNamespace(num_blocks=num_slots))
+        watch.bind(cast(Any, self))
+
+        def pool(thing: str, size: int, observer: Observer | None) -> ReplayPool:
+            blocks = make_blocks(
+                size,
                 free_order=config.free_order,
                 discipline=config.discipline,
                 seed=config.seed,
-            ),
-            watch.observer,
-        )
-        self.queue = ReleaseQueue(
-            self.blocks, config.release, clock=lambda: 0, observer=watch.observer
-        )
+            )
+            return ReplayPool(
+                thing, size, observed(blocks, observer), config.release, observer, self._contradict
+            )
+
+        self._observer = watch.observer
+        self._blocks = pool("block", config.num_blocks, watch.observer)
+        self._slots = pool("state slot", num_slots, watch.state_observer)
+        self._pools = (self._blocks, self._slots)
         self._stepped = SteppedCpuDevice()
         self.device = watch.watch_device(self._stepped)
         self._progress, self._rng = progress, random.Random(progress.seed)
@@ -108,12 +118,8 @@ class Replay:
             config.num_blocks,
             config.block_size,
             lambda message: self.findings.add(CONTENT, self.num_steps, message),
+            num_slots,
         )
-        self._owners = [0] * config.num_blocks  # at each place
-        self._num_owned = 0  # places with an owner
-        self._touched: set[int] = set()
-        self._num_waits = 0  # for fences without an event
-        self._given_up_at: dict[int, int] = {}  # place -> blocks handed out before it was free
         self._events: dict[str, Event] = {}
         self._fences: dict[str, Fence] = {}  # by the event at a step's end
         self._eventless: list[Fence] = []
@@ -135,7 +141,7 @@ class Replay:
             Host: self._host,
             ReleasePoint: self._release_point,
             Collected: self._collected,
-            Flush: lambda op: self.queue.flush(),
+            Flush: lambda op: self._flush(),
         }
 
     @property
@@ -149,14 +155,20 @@ class Replay:
         return self.is_safe and len(self.findings) > 0
 
     @property
+    def blocks(self) -> BlockManager:
+        """The manager of blocks."""
+        return self._blocks.blocks
+
+    @property
+    def slot_figures(self) -> Figures:
+        """What was counted of state slots up to now; nothing where the log has none."""
+        return self._slots.figures
+
+    @property
     def figures(self) -> Figures:
-        """What was counted up to now."""
-        figures, counters = self._figures, self.queue.counters
-        figures.withheld_peak = counters.withheld_peak
-        figures.refused_while_withheld = counters.num_refused_while_withheld
-        figures.host_waits = counters.num_waits + self._num_waits
-        figures.stream_waits = counters.num_stream_waits
-        figures.blocks_touched = len(self._touched)
+        """What was counted of blocks up to now, and all operations."""
+        figures = self._blocks.figures
+        figures.operations = self._num_operations
         return figures
 
     def apply(self, operation: Operation, notes: Sequence[Operation] = ()) -> None:
@@ -167,7 +179,7 @@ class Replay:
 
         Raises what the block manager raises, and DoesNotFit.
         """
-        self._figures.operations += 1
+        self._num_operations += 1
         if self._progress.kind == RECORDED:
             first: dict[str, bool] = {}
             for event, passed in seen(notes):
@@ -186,7 +198,7 @@ class Replay:
         self.device.synchronize()
         for fence in self._eventless:
             fence.passed = True
-        self.queue.flush()
+        self._flush()
         self._count_blocks()
 
     def stop(self, line: int, operation: Operation, error: Exception) -> None:
@@ -195,40 +207,31 @@ class Replay:
             self.stopped = f"line {line}: {error}"
             return
         self.stopped = f"line {line}: {operation.op}: {type(error).__name__}: {error}"
-        self.findings.add("conservation", self.num_steps, self.stopped)
+        self._contradict(self.stopped)
 
     # -- blocks ----------------------------------------------------------------------------------
 
+    def _pool(self, blocks: Sequence[int]) -> ReplayPool:
+        """Whose names these are."""
+        return self._slots if self._memory.are_slots(blocks) else self._blocks
+
     def _allocate(self, op: Allocate) -> None:
-        count = len(op.blocks)
-        if not self.queue.make_room(count):
-            self._wait_for_room()
-            if count > self.blocks.num_free:
-                raise DoesNotFit(self._refusal(op))
-        places = [int(i) for i in self.blocks.allocate(count)]
-        self._stream_waits += self.queue.fences_before_writing(places)
-        figures = self._figures
-        for place in places:
-            if self._owners[place]:
-                message = f"block {place} is handed out while it has {self._owners[place]} owners"
-                self.findings.add("conservation", self.num_steps, message)
-            else:
-                self._num_owned += 1
-            self._owners[place] += 1
-            given_up_at = self._given_up_at.pop(place, None)
-            if given_up_at is not None:
-                figures.reuse_distances[figures.blocks_allocated - given_up_at] += 1
-            figures.blocks_allocated += 1
-        figures.allocations += 1
-        self._touched.update(places)
+        pool, count = self._slots if op.pool else self._blocks, len(op.blocks)
+        if not pool.queue.make_room(count):
+            self._wait_for_room(pool)
+            if count > pool.blocks.num_free:
+                takers = listed(f"{owner} ({path})" for owner, path, _ in op.takers)
+                raise DoesNotFit(pool.refusal(count, takers))
+        places = pool.allocate(count)
+        self._stream_waits += pool.queue.fences_before_writing(places)
         self._memory.add(op, places)
-        if self._observer is not None:
+        if pool.observer is not None:
             start = 0
             for owner, path, taken in op.takers:
-                self._observer.took(owner, places[start : start + taken], path)
+                pool.observer.took(owner, places[start : start + taken], path)
                 start += taken
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_room(self, pool: ReplayPool) -> None:
         """What an engine does that cannot go on: wait for every fence."""
         open_steps = set()
         for fence in self._eventless:  # `step`: passes with the end of its step
@@ -238,36 +241,25 @@ class Replay:
             elif not fence.passed:
                 end.wait()
                 fence.passed = True
-                self._num_waits += 1
+                pool.num_waits += 1
         if open_steps:
-            self.queue.lift_passed()
+            pool.queue.lift_passed()
         else:
-            self.queue.flush()
-
-    def _refusal(self, op: Allocate) -> str:
-        blocks = self.blocks
-        takers = listed(f"{owner} ({path})" for owner, path, _ in op.takers)
-        return (
-            f"does not fit: {len(op.blocks)} blocks for {takers or 'nobody'}, with "
-            f"{blocks.num_free} free, {blocks.num_held} held and {blocks.num_withheld} withheld "
-            f"of {blocks.num_usable}"
-        )
+            pool.queue.flush()
 
     def _pin(self, op: Pin) -> None:
-        places = self._memory.places(op.blocks)
-        self.blocks.pin(places)
-        for place in places:
-            self._owners[place] += 1
-        if self._observer is not None:
-            self._observer.forked(op.owner, op.parent, places)
+        pool, places = self._pool(op.blocks), self._memory.places(op.blocks)
+        pool.pin(places)
+        if pool.observer is not None:
+            pool.observer.forked(op.owner, op.parent, places)
 
     def _release(self, op: Release) -> None:
-        places = self._memory.places(op.blocks)
-        give_up = partial(self.queue.give_up, owner=op.owner, path=op.path)
+        pool, places = self._pool(op.blocks), self._memory.places(op.blocks)
+        give_up = partial(pool.queue.give_up, owner=op.owner, path=op.path)
         if op.step is None:
             give_up(places)
         elif op.stream and self.config.fence == "block":
-            for place in self.blocks.in_free_order(places):
+            for place in pool.blocks.in_free_order(places):
                 give_up([int(place)], self._fence_behind(op, op.step))
         elif op.stream:
             if self._copy_fence is None or self._copy_fence.step != op.step:
@@ -275,15 +267,11 @@ class Replay:
             give_up(places, self._copy_fence)
         else:
             give_up(places, self._fences.get(op.event) or self._eventless_fence(op.step))
-        for place in places:
-            self._owners[place] -= 1
-            if not self._owners[place]:
-                self._num_owned -= 1
-                self._given_up_at[place] = self._figures.blocks_allocated
+        pool.given_up(places)
 
     def _fence_behind(self, op: Release, step: int) -> Fence:
         """A fence behind all that is queued on a stream, as the engine makes it."""
-        if not self.queue.policy.needs_events:
+        if not self._blocks.queue.policy.needs_events:
             return self._eventless_fence(step)
         event = self.device.event()
         self._stream(op.stream).record(event)
@@ -364,8 +352,12 @@ class Replay:
     # -- moments of a step -----------------------------------------------------------------------
 
     def _release_point(self, op: ReleasePoint) -> None:
-        self._figures.withheld_block_steps += self.blocks.num_withheld
-        self.queue.release_point()
+        for pool in self._pools:
+            pool.release_point()
+
+    def _flush(self) -> None:
+        for pool in self._pools:
+            pool.queue.flush()
 
     def _collected(self, op: Collected) -> None:
         for fence in (*self._fences.values(), *self._stream_waits):
@@ -373,7 +365,8 @@ class Replay:
         if all(fence.passed for fence in self._stream_waits):
             self._stream_waits.clear()
             self._num_held.clear()
-        self.queue.collected(op.step)
+        for pool in self._pools:
+            pool.queue.collected(op.step)
         self._eventless = [fence for fence in self._eventless if fence.step > op.step]
         while self._copy_events and (self._copy_events[0][0].step or 0) <= op.step:
             release, event = self._copy_events.pop(0)
@@ -383,17 +376,12 @@ class Replay:
         self._count_blocks()
 
     def _count_blocks(self) -> None:
-        if not self._counts_blocks:
-            return
-        blocks, held = self.blocks, self._num_owned
-        total = blocks.num_free + blocks.num_held + blocks.num_withheld
-        if total != blocks.num_usable or blocks.num_held != held:
-            self.findings.add(
-                "conservation",
-                self.num_steps,
-                f"{blocks.num_free} free + {blocks.num_held} held + {blocks.num_withheld} withheld "
-                f"of {blocks.num_usable} blocks; {held} have owners",
-            )
+        if self._counts_blocks:
+            for pool in self._pools:
+                pool.check()
+
+    def _contradict(self, message: str) -> None:
+        self.findings.add("conservation", self.num_steps, message)
 
 
 def replay_all(operations: Iterable[tuple[int, Operation]], replays: Sequence[Replay]) -> None:

@@ -53,7 +53,7 @@ def add(seqs, tokens):
 
 def up_to(seqs, tags, rows, lengths):
     rows = np.array(rows, np.intp)
-    return tags.up_to(rows, seqs.epochs[rows], np.array(lengths, np.int32)).tolist()
+    return tags.up_to(rows, seqs.epochs[rows], np.array(lengths, np.int32))[0].tolist()
 
 
 def test_tags_follow_the_formula(seqs, tags):
@@ -103,7 +103,7 @@ def test_what_a_plan_got_stays_as_it_was(seqs, tags):
     """A plan owns its tags: later tokens and the end of the request change nothing in it."""
     _, row = add(seqs, [1, 2, 3])
     rows = np.array([row], np.intp)
-    first = tags.up_to(rows, seqs.epochs[rows], np.array([3], np.int32))
+    first, _ = tags.up_to(rows, seqs.epochs[rows], np.array([3], np.int32))
     before = first.copy()
     tags.ended(row, "r")
     assert first.tolist() == before.tolist()

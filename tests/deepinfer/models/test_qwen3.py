@@ -43,7 +43,7 @@ class Paged:
 
     def logits(self, plan: StepPlan) -> torch.Tensor | None:
         """The plan's logits; remembers the sizes of its shared groups."""
-        rows = torch.tensor(plan.query_start[1:][plan.sample_seq] - 1, dtype=torch.int64)
+        rows = torch.tensor(plan.sample_tokens, dtype=torch.int64)
         prepared = self.attention.prepare(plan)
         self.groups = sorted(len(group.tokens) for group in prepared.shared)
         return self.model.forward(

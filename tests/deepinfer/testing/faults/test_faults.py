@@ -49,10 +49,11 @@ def clean_run(release: str, seed: int, with_state: bool) -> tuple[Outcome, list[
     return outcome, trace.calls
 
 
-def first_seed(name: str) -> int:
+def first_seed(name: str, with_state: bool) -> int:
     """The first seed in which a checker finds the fault."""
     for seed in SEEDS:
-        if run_trial(FAULTS[name], seed, stop_at_first=True).first.keys() & set(CHECKS):
+        outcome = run_trial(FAULTS[name], seed, stop_at_first=True, with_state=with_state)
+        if outcome.first.keys() & set(CHECKS):
             return seed
     pytest.fail(f"nobody found {name}")
 
@@ -71,13 +72,19 @@ def test_the_document_has_them_all() -> None:
         assert f"| `{fault.name}` | {fault.what} | {fault.report} |" in text
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_every_fault_changes_the_run_and_is_found(name: str) -> None:
-    """Some checker finds it, and what happens is not what happens in a clean engine."""
-    seed, trace = first_seed(name), Trace()
-    outcome = run_trial(FAULTS[name], seed, observers=(trace,))
-    settings = FAULTS[name].settings
-    release, with_state = settings.get("release", "deferred"), "num_state_slots" in settings
+RUNS = [(name, "num_state_slots" in fault.settings) for name, fault in FAULTS.items()]
+RUNS += [(name, True) for name, fault in FAULTS.items() if fault.of_client]
+
+
+@pytest.mark.parametrize(("name", "with_state"), RUNS)
+def test_every_fault_changes_the_run_and_is_found(name: str, with_state: bool) -> None:
+    """Some checker finds it, and what happens is not what happens in a clean engine.
+
+    What concerns the client beside the engine in a model without state and in one with it.
+    """
+    seed, trace = first_seed(name, with_state), Trace()
+    outcome = run_trial(FAULTS[name], seed, with_state=with_state, observers=(trace,))
+    release = FAULTS[name].settings.get("release", "deferred")
     clean, calls = clean_run(release, seed, with_state)
     same_tokens = all(clean.tokens.get(i) == tokens for i, tokens in outcome.tokens.items())
     if name != UNFAULTY:

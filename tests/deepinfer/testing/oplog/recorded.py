@@ -14,7 +14,9 @@ from deepinfer.engine import LLMEngine
 from deepinfer.models.weights import Qwen3Weights, load_weights
 from deepinfer.outputs import StepOutput
 from deepinfer.release import ReleaseCounters
+from deepinfer.runners import Model, Weights, load_model
 from deepinfer.sequence import SamplingParams
+from deepinfer.testing.faults.scenario import MODEL_WITH_STATE
 from deepinfer.testing.oplog.log import OperationLog
 from deepinfer.testing.oplog.recorder import OperationRecorder
 from tests.deepinfer.step_plans import TINY
@@ -26,10 +28,11 @@ CONFIG = EngineConfig(
 
 @dataclass
 class Recording:
-    """What a run left behind besides its log."""
+    """What a run left behind besides its log; `slot_counters` if its requests have state."""
 
     log: OperationLog
     counters: ReleaseCounters
+    slot_counters: ReleaseCounters | None
     withheld_block_steps: int
     tokens: dict[str, list[int]]
     num_preemptions: int
@@ -40,21 +43,33 @@ def tiny_weights() -> Qwen3Weights:
     return load_weights(TINY, open_device("cpu-stepped"))
 
 
+def state_weights() -> Weights:
+    """Those of a network whose requests have state."""
+    return load_model(MODEL_WITH_STATE, open_device("cpu-stepped"))
+
+
 def record(
-    path: Path, weights: Qwen3Weights, *, device: str = "cpu-stepped", **changes: Any
+    path: Path,
+    weights: Weights,
+    *,
+    device: str = "cpu-stepped",
+    model: Model = TINY,
+    **changes: Any,
 ) -> Recording:
     """Run the scenario with these settings and record it."""
     config = replace(CONFIG, **changes)
     with (
         OperationRecorder(path, config) as recorder,
-        LLMEngine(TINY, config, device=device, weights=weights, observers=[recorder]) as engine,
+        LLMEngine(model, config, device=device, weights=weights, observers=[recorder]) as engine,
     ):
         outputs = list(_play(engine))
         preemptions = engine.scheduler.counters.num_preemptions
         counters = engine.release.counters
+        slot_counters = engine.states.release.counters if engine.states else None
     return Recording(
         OperationLog(path),
         counters,
+        slot_counters,
         sum(output.stats.blocks_withheld for output in outputs),
         {end.request_id: end.token_ids.tolist() for output in outputs for end in output.finished},
         preemptions,

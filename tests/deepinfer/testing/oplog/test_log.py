@@ -42,6 +42,7 @@ from tests.deepinfer.testing.oplog.op_logs import LATE_COPY, SMALL, write_log
 
 EXAMPLES: list[Operation] = [
     Allocate((1, 2, 3), (5, 7, 2), (("a", "admit", 2), ("ü b", "append", 1)), {"a2": "a1 of x"}),
+    Allocate((4,), (2,), (("a", "admit", 1),), pool="states"),
     Pin((1, 2), "child", "parent"),
     Release((3, 1), "a", "finish"),
     Release((3,), "a", "abort", 4, "e2"),
@@ -120,6 +121,7 @@ def test_blocks_are_whole() -> None:
         ('{"op": "allocate", "blocks": "a1", "ids": [1]}', "must go on with a5"),
         ('{"op": "allocate", "blocks": "a5", "ids": [1, 2]}', "2 ids of 1 blocks"),
         ('{"op": "allocate", "blocks": "a5", "ids": "1"}', "no list of ids"),
+        ('{"op": "allocate", "blocks": "a5", "ids": [1], "pool": "x"}', "expected 'states'"),
         ('{"op": "allocate", "blocks": "a5", "ids": [1], "takers": [1]}', "no list of [owner"),
     ],
 )
@@ -133,6 +135,15 @@ def test_a_broken_line_is_named(line: str, message: str, tmp_path: Path) -> None
         list(OperationLog(path))
     assert str(error.value).startswith(f"{path}:{number}: ")
     assert message in str(error.value)
+
+
+def test_blocks_and_state_slots_are_not_in_one_table(tmp_path: Path) -> None:
+    """A table, and a copy, is of one pool."""
+    both = [Allocate((1,), (1,)), Allocate((2,), (1,), pool="states")]
+    for wrong in (Release((1, 2), "a", "finish"), Copy("copy", (1,), (2,))):
+        path = write_log(tmp_path / "ops.jsonl", [*both, wrong])
+        with pytest.raises(UserError, match=f":4: {wrong.op}: blocks and state slots together"):
+            list(OperationLog(path))
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from deepinfer.observer import KV, STATE
 from deepinfer.testing.oplog.memory import BlockRows, ReplayMemory
 from deepinfer.testing.oplog.operations import Allocate, Copy, Submit
 
@@ -69,6 +70,40 @@ def test_copying_follows_the_places() -> None:
     memory.copying(Copy("copy", (1,), (2,)))()
     memory.work(Submit("compute", "two", ((2, 0, None),)))()
     assert wrong == []
+
+
+def test_a_step_goes_on_from_the_state_it_finds() -> None:
+    """A slot is read before it is written: the first step of its owner finds none, a later one, or
+    one behind a copy, must find its own."""
+    wrong: list[str] = []
+    memory = ReplayMemory(4, 4, wrong.append, num_slots=3)
+    memory.add(Allocate((1,), (1,), pool="states"), [1])
+    slot = ((1, 0, None),)
+    memory.work(Submit("compute", "first", slot, slot))()
+    memory.work(Submit("compute", "second", slot, slot))()
+    assert wrong == []
+    memory.add(Allocate((2,), (1,), (("r", "admit", 1),), pool="states"), [1])  # the same place
+    other = ((2, 0, None),)
+    memory.work(Submit("compute", "other's first", other, other))()
+    assert wrong == []
+    memory.work(Submit("compute", "third", slot, slot))()
+    assert wrong == ["third on compute reads a1 in state slot 1 and finds a2 of r"]
+    memory.add(Allocate((3,), (2,), pool="states"), [2])
+    memory.copying(Copy("copy", (2,), (3,)))()  # of a slot that is the first owner's again
+    copied = ((3, 0, None),)
+    memory.work(Submit("compute", "fork", copied, copied))()
+    assert wrong[1:] == ["fork on compute reads a3 in state slot 2 and finds a1"]
+
+
+def test_slots_are_accesses_of_their_own() -> None:
+    """By their ids in their pool; a block of the same id stays a block."""
+    memory = ReplayMemory(4, 4, lambda message: None, num_slots=3)
+    memory.add(Allocate((1,), (2,)), [2])
+    memory.add(Allocate((2,), (2,), pool="states"), [2])
+    state, kv = memory.accesses(((1, 0, None), (2, 0, None)))
+    assert (state.kind, state.ids.tolist(), state.start) == (STATE, [2], None)
+    assert (kv.kind, kv.ids.tolist()) == (KV, [2])
+    assert memory.places((2,)) == memory.places((1,)) == [2]
 
 
 def test_accesses_are_of_places() -> None:

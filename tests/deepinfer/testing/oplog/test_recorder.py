@@ -15,9 +15,11 @@ from deepinfer.models.weights import Qwen3Weights
 from deepinfer.names import RELEASE_POLICIES
 from deepinfer.observer import KV, RECORD, Access
 from deepinfer.sequence import SamplingParams
+from deepinfer.testing.faults.scenario import MODEL_WITH_STATE
 from deepinfer.testing.oplog import recorder as recorder_module
 from deepinfer.testing.oplog.log import OperationLog
 from deepinfer.testing.oplog.operations import (
+    STATES,
     Allocate,
     Collected,
     Copy,
@@ -35,7 +37,7 @@ from deepinfer.testing.oplog.operations import (
 )
 from deepinfer.testing.oplog.recorder import OperationRecorder
 from tests.deepinfer.step_plans import TINY
-from tests.deepinfer.testing.oplog.recorded import CONFIG, record, tiny_weights
+from tests.deepinfer.testing.oplog.recorded import CONFIG, record, state_weights, tiny_weights
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,33 @@ def test_a_fork_reads_as_a_story(tmp_path: Path, weights: Qwen3Weights) -> None:
     assert [(op.owner, op.blocks, op.step, op.stream) for op in given_up] == [
         (f"child-{i}", (3,), 2, "copy") for i in range(3)
     ]
+
+
+def test_a_fork_of_a_state_reads_as_a_story(tmp_path: Path) -> None:
+    """A slot for the child, a pin of the parent's, one copy for all, the pins given up behind it;
+    a step reads and writes its slots, each once."""
+    run = record(tmp_path / "ops.jsonl", state_weights(), model=MODEL_WITH_STATE)
+    log = operations(run.log.path)
+    slots = [op for op in of_kind(Allocate, log) if op.pool == STATES]
+    assert [op.takers for op in slots[:4]] == [
+        (("parent", "admit", 1),),
+        *(((f"child-{i}", "fork", 1),) for i in range(3)),
+    ]
+    names = [op.blocks[0] for op in slots]
+    parent, *children = names[:4]
+    first = log.index(slots[1])
+    assert log[first + 1] == Pin((parent,), "child-0", "parent")
+    (copy, *_) = [op for op in of_kind(Copy, log) if op.label.startswith("copy_states")]
+    assert (copy.sources, copy.blocks) == ((parent,) * 3, tuple(children))
+    given_up = [op for op in of_kind(Release, log) if op.path == "fork source"]
+    assert [(op.owner, op.step) for op in given_up if op.blocks == (parent,)] == [
+        (f"child-{i}", 2) for i in range(3)
+    ]
+    (third,) = [op for op in of_kind(Submit, log) if op.label == "forward step 3"]
+    for touched in (third.reads, third.writes):
+        assert [part[0] for part in touched if part[0] in names] == names[:4]
+    released = [block for op in of_kind(Release, log) for block in op.blocks if block in names]
+    assert set(released) == set(names)
 
 
 def test_all_paths_of_a_release_are_told_apart(tmp_path: Path, weights: Qwen3Weights) -> None:

@@ -14,20 +14,31 @@ from deepinfer.block_manager import BlockManager
 from deepinfer.config import EngineConfig
 from deepinfer.models.weights import Qwen3Weights
 from deepinfer.names import DISCIPLINES, FENCES, FREE_ORDERS, RELEASE_POLICIES, UNSAFE_POLICIES
-from deepinfer.testing.oplog.figures import Progress
+from deepinfer.runners import Weights
+from deepinfer.testing.faults.scenario import MODEL_WITH_STATE
+from deepinfer.testing.oplog.figures import Figures, Progress
 from deepinfer.testing.oplog.operations import (
+    STATES,
     Allocate,
+    Copy,
     Operation,
     Pin,
     Query,
+    Record,
     Release,
     ReleasePoint,
+    Submit,
     Wait,
     with_notes,
 )
 from deepinfer.testing.oplog.replay import Replay, replay_all
-from tests.deepinfer.testing.oplog.op_logs import LATE_COPY, SMALL, TWO_IN_FLIGHT
-from tests.deepinfer.testing.oplog.recorded import Recording, record, tiny_weights
+from tests.deepinfer.testing.oplog.op_logs import LATE_COPY, SMALL, TWO_IN_FLIGHT, collect, step
+from tests.deepinfer.testing.oplog.recorded import (
+    Recording,
+    record,
+    state_weights,
+    tiny_weights,
+)
 
 SAFE = [name for name in RELEASE_POLICIES if name not in UNSAFE_POLICIES]
 BOTH = ("order", "conservation")
@@ -70,14 +81,18 @@ def check_same(run: Recording, progress: Progress) -> None:
     assert replay.stopped == ""
     assert replay.findings.first == []
     assert handed_out == [list(op.ids) for _, op in run.log if isinstance(op, Allocate)]
-    figures, counters = replay.figures, run.counters
-    assert figures.withheld_peak == counters.withheld_peak
-    assert figures.host_waits == counters.num_waits
-    assert figures.stream_waits == counters.num_stream_waits
-    assert figures.withheld_block_steps == run.withheld_block_steps
-    assert figures.allocations == len(handed_out)
-    assert figures.blocks_allocated == sum(map(len, handed_out))
-    assert figures.blocks_touched == len({block for ids in handed_out for block in ids})
+    pools = [(replay.figures, run.counters, "")]
+    if run.slot_counters is not None:
+        pools.append((replay.slot_figures, run.slot_counters, STATES))
+    for figures, counters, pool in pools:
+        assert figures.withheld_peak == counters.withheld_peak
+        assert figures.host_waits == counters.num_waits
+        assert figures.stream_waits == counters.num_stream_waits
+        taken = [op.ids for _, op in run.log if isinstance(op, Allocate) and op.pool == pool]
+        assert figures.allocations == len(taken)
+        assert figures.blocks_allocated == sum(map(len, taken))
+        assert figures.blocks_touched == len({block for ids in taken for block in ids})
+    assert replay.figures.withheld_block_steps == run.withheld_block_steps
     assert replay.blocks.num_free == replay.blocks.num_usable
 
 
@@ -89,6 +104,96 @@ def test_the_recorded_configuration_gives_the_recorded_run(
     """On a device that runs as late as it may, ids and counters are those of the engine."""
     run = record(tmp_path / "ops.jsonl", weights, release=policy, fence=fence)
     check_same(run, Progress("late"))
+
+
+@pytest.fixture(scope="module")
+def slot_weights() -> Weights:
+    return state_weights()
+
+
+@pytest.mark.parametrize(("device", "progress"), [("cpu-stepped", "late"), ("cpu", "recorded")])
+@pytest.mark.parametrize("fence", FENCES)
+@pytest.mark.parametrize("policy", RELEASE_POLICIES)
+def test_state_slots_are_replayed_beside_the_blocks(
+    policy: str, fence: str, device: str, progress: str, tmp_path: Path, slot_weights: Weights
+) -> None:
+    """Both pools hand out the recorded ids and count what the engine counted in each."""
+    run = record(
+        *(tmp_path / "ops.jsonl", slot_weights),
+        model=MODEL_WITH_STATE,
+        release=policy,
+        fence=fence,
+        device=device,
+        discipline="lifo",
+        num_state_slots=7,
+    )
+    log = [op for _, op in run.log]
+    assert [op for op in log if isinstance(op, Copy) and op.label.startswith("copy_states")]
+    check_same(run, Progress(progress))
+
+
+def test_safe_policies_stay_safe_with_slots(tmp_path: Path, slot_weights: Weights) -> None:
+    """Also in a pool of few slots, which are handed out again at once."""
+    run = record(tmp_path / "ops.jsonl", slot_weights, model=MODEL_WITH_STATE, num_state_slots=7)
+    replays = [
+        Replay(
+            replace(run.log.config, release=policy, discipline="lifo"),
+            checks=BOTH,
+            progress=Progress("random", seed),
+        )
+        for policy in SAFE
+        for seed in range(4)
+    ]
+    replay_all(run.log, replays)
+    assert {replay.stopped for replay in replays} == {""}
+    assert [finding for replay in replays for finding in replay.findings.first] == []
+    assert {replay.slot_figures.blocks_allocated for replay in replays} == {11}
+
+
+# A fork's slot is copied; its parent ends, and the slot goes to a request whose first step nothing
+# puts behind the copy, for it runs on a stream of its own.
+LATE_STATE_COPY: list[Operation] = [
+    Allocate((1,), (1,), (("parent", "admit", 1),), pool=STATES),
+    *step(1, reads=((1, 0, None),), writes=((1, 0, None),)),
+    *collect(1),
+    Allocate((2,), (2,), (("child", "fork", 1),), pool=STATES),
+    Pin((1,), "child", "parent"),
+    Release((1,), "parent", "abort"),
+    Copy("copy", (1,), (2,), "copy_states step 2"),
+    Record("copy", "copied"),
+    Release((1,), "child", "fork source", 2, stream="copy"),
+    Allocate((3,), (1,), (("other", "admit", 1),), pool=STATES),
+    Submit("load", "state of other", reads=((3, 0, None),), writes=((3, 0, None),)),
+    Record("load", "loaded"),
+    Wait("compute", "loaded"),
+    Wait("compute", "copied"),
+    *step(2, reads=((2, 0, None), (3, 0, None)), writes=((2, 0, None), (3, 0, None))),
+    ReleasePoint(),
+    *collect(2),
+]
+FEW_SLOTS = replace(SMALL, num_state_slots=3)
+
+
+def test_a_slot_handed_out_under_its_copy_is_a_wrong_read() -> None:
+    """The fork goes on from the state of the request that has the slot next."""
+    replay = run(LATE_STATE_COPY, replace(FEW_SLOTS, release="early"), checks=("order",))
+    assert replay.findings.counts["order"] > 0
+    assert [finding.message for finding in replay.findings.first if finding.check == "content"] == [
+        "forward step 2 on compute reads a2 of child in state slot 2 and finds a3 of other"
+    ]
+    for policy in ("blocking", "polled", "deferred", "ordered"):
+        replay = run(LATE_STATE_COPY, replace(FEW_SLOTS, release=policy), checks=BOTH)
+        assert (replay.stopped, replay.findings.first) == ("", [])
+        assert replay.figures == Figures(operations=len(LATE_STATE_COPY))  # and no blocks
+
+
+def test_a_pool_of_too_few_slots_stops_the_replay() -> None:
+    """With the numbers of that pool."""
+    replay = run(LATE_STATE_COPY, replace(SMALL, num_state_slots=2))
+    assert replay.stopped == (
+        "line 7: does not fit: 1 state slots for child (fork), with 0 free, 1 held and 0 withheld "
+        "of 1"
+    )
 
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)

@@ -1,0 +1,30 @@
+"""The drafters by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepinfer import names
+from deepinfer.drafters.ngram import NgramDrafter
+from deepinfer.drafters.registry import DRAFTERS, make_drafter
+from deepinfer.errors import UserError
+
+
+def test_every_listed_drafter_has_code():
+    """A listed drafter can be made, and one in the code is listed."""
+    assert tuple(DRAFTERS) == names.DRAFTERS
+
+
+def test_a_name_is_enough_for_prompt_lookup():
+    """`ngram` works with nothing but its name."""
+    assert isinstance(make_drafter("ngram"), NgramDrafter)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("replay", "needs the tokens of a reference run"), ("ngramm", "unknown name 'ngramm'")],
+)
+def test_a_name_that_is_not_enough_is_refused(name, message):
+    """A replay without references, and a name nobody has, are errors of the user."""
+    with pytest.raises(UserError, match=message):
+        make_drafter(name)
