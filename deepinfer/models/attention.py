@@ -3,12 +3,14 @@
 `PagedAttention.prepare` turns a `StepPlan` into metadata once per step; `forward` applies it in
 every layer. Three kinds of work come out of one plan:
 
-    chunk    a sequence with more than one query: its rows are gathered, one causal attention
+    chunk    a sequence with many queries: its rows are gathered, one causal attention
     shared   decodes whose tables start with the same complete blocks (forks of one prompt): their
              queries form ONE block over the shared rows, gathered and rotated once, and are merged
              with each sequence's own rows by log-sum-exp (FlashAttention, arXiv:2205.14135,
              section 3.1; the same idea for prefixes: Hydragen, arXiv:2402.05099)
     alone    the other decodes, in padded batches; lengths in a batch differ by at most 2x
+
+A decode has one query, or some more that verify drafts; those of a batch have equally many.
 
 Keys come out of the cache unrotated and are rotated here, at the position their table column gives
 them (see `deepinfer.cache_engine`). Rows are gathered head by head, so that every matrix product
@@ -33,7 +35,7 @@ from torch import Tensor
 
 from deepinfer.cache_engine import KVCache
 from deepinfer.checks.row_tags import RowRead
-from deepinfer.config import ModelConfig
+from deepinfer.config import MAX_DRAFTS, ModelConfig
 from deepinfer.device.base import Device
 from deepinfer.models.rope import apply_rope, rope_table
 from deepinfer.plan import StepPlan
@@ -42,6 +44,9 @@ Ints = NDArray[np.integer[Any]]
 
 MIN_SHARED_ROWS = 256
 """A group must save at least this many row reads a layer: below it, its launches cost more."""
+
+MAX_DECODE_QUERIES = 1 + MAX_DRAFTS
+"""Sequences with so many queries, or fewer, are decodes."""
 
 MAX_GATHER_ROWS = 1 << 15
 """Most rows (padding included) gathered at once: bounds the workspace, 64 MiB at 2 KiB a row."""
@@ -52,7 +57,7 @@ class Rows:
     """Rows to gather for n sequences of up to `length` positions.
 
     `index` int64 [n * kv_heads * length]; `rope` complex64 [1 or n, 1, length, head_dim / 2];
-    `mask` bool [n, 1, 1, length], True = valid, or None if nothing is padded. `readers`, indices
+    `mask` bool [n, 1, 1 or Q, length], True = valid, None if all are. `readers`, indices
     into the step's sequences, are whom the rows are for, from position `begin` on.
     """
 
@@ -77,7 +82,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """A padded batch of single queries; `tokens` int64 [n] are their places in the step."""
+    """A padded batch of sequences with Tq queries each; `tokens` int64 [n * Tq], their places."""
 
     tokens: Tensor
     rows: Rows
@@ -85,9 +90,9 @@ class Decodes:
 
 @dataclass(frozen=True, slots=True)
 class SharedDecodes:
-    """Single queries over common rows, then each over its own.
+    """Queries of G sequences, Tq each, over common rows, then each over its own.
 
-    `tokens` int64 [G]; `tails` are (slice of the G queries, their own rows).
+    `tokens` int64 [G * Tq]; `tails` are (slice of the G sequences, their own rows).
     """
 
     tokens: Tensor
@@ -144,26 +149,42 @@ class PagedAttention:
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> AttentionPlan:
         """Group the sequences of `plan` and put what the layers need on the device."""
-        decoding = np.flatnonzero(plan.num_scheduled == 1)
+        counts = plan.num_scheduled
+        chunks = np.flatnonzero(counts > MAX_DECODE_QUERIES).tolist()
+        positions = self._device.upload(plan.positions)
+        step = AttentionPlan(
+            slots=self._device.upload(plan.slot_mapping),
+            rope=self._rope[positions][:, None],
+            chunks=[self._chunk(plan, seq) for seq in chunks],
+            alone=[],
+            shared=[],
+        )
+        for num_queries in np.unique(counts[counts <= MAX_DECODE_QUERIES]).tolist():
+            self._add_decodes(step, plan, np.flatnonzero(counts == num_queries), num_queries)
+        return step
+
+    def _add_decodes(
+        self, step: AttentionPlan, plan: StepPlan, decoding: Ints, num_queries: int
+    ) -> None:
+        """Group the sequences `decoding`, which have `num_queries` each."""
         groups = shared_groups(
             plan.block_tables[decoding],
-            (plan.context_lens[decoding] - 1) // self._cache.block_size,
+            (plan.context_lens[decoding] - num_queries) // self._cache.block_size,
             max(self._min_shared_rows // self._cache.block_size, 1),
         )
         lonely = np.ones(len(decoding), bool)
         for members, _ in groups:
             lonely[members] = False
-        positions = self._device.upload(plan.positions)
-        return AttentionPlan(
-            slots=self._device.upload(plan.slot_mapping),
-            rope=self._rope[positions][:, None],
-            chunks=[self._chunk(plan, i) for i in np.flatnonzero(plan.num_scheduled > 1).tolist()],
-            alone=[
-                Decodes(self._device.upload(plan.query_start[seqs].astype(np.int64)), rows)
-                for seqs, rows in self._padded(plan, decoding[lonely], 0)
-            ],
-            shared=[self._shared(plan, decoding[members], num) for members, num in groups],
-        )
+        for seqs, rows in self._padded(plan, decoding[lonely], 0, num_queries):
+            step.alone.append(Decodes(self._tokens(plan, seqs, num_queries), rows))
+        for members, num_blocks in groups:
+            step.shared.append(self._shared(plan, decoding[members], num_blocks, num_queries))
+
+    def _tokens(self, plan: StepPlan, seqs: Ints, num_queries: int) -> Tensor:
+        """The places of all queries of `seqs`, int64 [n * num_queries]."""
+        places = plan.query_start[seqs].astype(np.int64)[:, None] + np.arange(num_queries)
+        tokens: Tensor = self._device.upload(places.ravel())
+        return tokens
 
     def _chunk(self, plan: StepPlan, seq: int) -> Chunk:
         start, end = int(plan.query_start[seq]), int(plan.query_start[seq + 1])
@@ -176,18 +197,22 @@ class PagedAttention:
             mask = mask.repeat(self._repeat, 1)[None, None]
         return Chunk(slice(start, end), rows, mask)
 
-    def _shared(self, plan: StepPlan, seqs: Ints, num_blocks: int) -> SharedDecodes:
+    def _shared(
+        self, plan: StepPlan, seqs: Ints, num_blocks: int, num_queries: int
+    ) -> SharedDecodes:
         length = num_blocks * self._cache.block_size
         prefix = self._rows(plan, seqs[:1], 0, length, readers=seqs)
         tails, ordered, begin = [], [], 0
-        for members, rows in self._padded(plan, seqs, num_blocks):
+        for members, rows in self._padded(plan, seqs, num_blocks, num_queries):
             tails.append((slice(begin, begin + len(members)), rows))
             ordered.append(members)
             begin += len(members)
-        tokens = plan.query_start[np.concatenate(ordered)].astype(np.int64)
-        return SharedDecodes(self._device.upload(tokens), prefix, tails)
+        tokens = self._tokens(plan, np.concatenate(ordered), num_queries)
+        return SharedDecodes(tokens, prefix, tails)
 
-    def _padded(self, plan: StepPlan, seqs: Ints, first_block: int) -> list[tuple[Ints, Rows]]:
+    def _padded(
+        self, plan: StepPlan, seqs: Ints, first_block: int, num_queries: int
+    ) -> list[tuple[Ints, Rows]]:
         """Batches of sequences by length from `first_block` on, within 2x and the row budget."""
         batches = []
         lengths = plan.context_lens[seqs] - first_block * self._cache.block_size
@@ -199,7 +224,8 @@ class PagedAttention:
             end = int(np.searchsorted(-lengths, -longest / 2, side="right"))
             end = min(end, begin + max(MAX_GATHER_ROWS // longest, 1))
             batch = seqs[begin:end]
-            batches.append((batch, self._rows(plan, batch, first_block, longest)))
+            rows = self._rows(plan, batch, first_block, longest, num_queries=num_queries)
+            batches.append((batch, rows))
             begin = end
         return batches
 
@@ -210,10 +236,13 @@ class PagedAttention:
         first_block: int,
         length: int,
         readers: Ints | None = None,
+        *,
+        num_queries: int = 1,
     ) -> Rows:
         """The rows of `length` positions from `first_block` on; slots are made on the device.
 
-        `readers` where others read the rows of `seqs` too.
+        `readers` where others read the rows of `seqs` too. With `num_queries` the last of them
+        sees all rows of its sequence, and each one before it one row less.
         """
         size = self._cache.block_size
         num_blocks = -(-length // size)
@@ -224,11 +253,14 @@ class PagedAttention:
         slots = (blocks[:, :, None] * size + offsets).flatten(1)[:, :length]
         mask = None
         valid = plan.context_lens[seqs] - begin
-        if (valid < length).any():
-            lengths = self._device.upload(valid.astype(np.int32))
-            within = torch.arange(length, device=blocks.device) < lengths[:, None]
-            slots = slots.masked_fill(~within, 0)
-            mask = within[:, None, None]
+        if num_queries > 1 or (valid < length).any():
+            visible = valid[:, None] - np.arange(num_queries)[::-1]
+            lengths = self._device.upload(visible.astype(np.int32))
+            within = torch.arange(length, device=blocks.device) < lengths[:, :, None]
+            slots = slots.masked_fill(~within[:, -1], 0)
+            if num_queries > 1:
+                within = within.repeat_interleave(self._repeat, 1)
+            mask = within[:, None]
         heads = torch.arange(self._kv_heads, device=blocks.device)
         index = slots[:, None] * self._kv_heads + heads[:, None]
         rope = self._rope[begin : begin + length][None, None]
@@ -284,20 +316,20 @@ class PagedAttention:
         return out.reshape(-1, q.shape[0], self._head_dim).transpose(0, 1)
 
     def _attend_alone(self, layer: int, batch: Decodes, q: Tensor) -> Tensor:
-        """[n, heads, head_dim] of one padded batch."""
+        """[n * Tq, heads, head_dim] of one padded batch."""
         k, v = self._gather(layer, batch.rows)
-        queries = self._queries(q, batch.tokens)
+        queries = self._queries(q, batch.tokens, batch.rows.num_seqs)
         out = F.scaled_dot_product_attention(queries, k, v, attn_mask=batch.rows.mask)
-        return out.flatten(1, 2)
+        return self._by_token(out)
 
     def _attend_shared(self, layer: int, group: SharedDecodes, q: Tensor) -> Tensor:
-        """[G, heads, head_dim] of one group, in the order of `group.tokens`."""
-        queries = self._queries(q, group.tokens)
+        """[G * Tq, heads, head_dim] of one group, in the order of `group.tokens`."""
+        queries = self._queries(q, group.tokens, len(group.prefix.readers))
         k, v = self._gather(layer, group.prefix)
-        # [G, kv_heads, rep, d] -> [1, kv_heads, G * rep, d], and back for each statistic.
+        # [G, kv_heads, Q, d] -> [1, kv_heads, G * Q, d], and back for each statistic.
         folded = queries.transpose(0, 1).reshape(1, self._kv_heads, -1, self._head_dim)
         prefix = tuple(
-            part.view(self._kv_heads, -1, self._repeat, part.shape[-1]).transpose(0, 1)
+            part.view(self._kv_heads, -1, queries.shape[2], part.shape[-1]).transpose(0, 1)
             for part in self._partial(folded, k, v, None)
         )
         out = torch.empty_like(queries)
@@ -305,11 +337,18 @@ class PagedAttention:
             k, v = self._gather(layer, rows)
             tail = self._partial(queries[members], k, v, rows.mask)
             out[members] = _merge([part[members] for part in prefix], tail)
-        return out.flatten(1, 2)
+        return self._by_token(out)
 
-    def _queries(self, q: Tensor, tokens: Tensor) -> Tensor:
-        """The queries of `tokens`, heads by group: [n, kv_heads, rep, head_dim]."""
-        return q.index_select(0, tokens).view(-1, self._kv_heads, self._repeat, self._head_dim)
+    def _queries(self, q: Tensor, tokens: Tensor, num_seqs: int) -> Tensor:
+        """The queries of `tokens`, heads by group: [n, kv_heads, Q = Tq * rep, head_dim]."""
+        shape = (num_seqs, -1, self._kv_heads, self._repeat, self._head_dim)
+        by_seq = q.index_select(0, tokens).view(shape).transpose(1, 2)
+        return by_seq.reshape(num_seqs, self._kv_heads, -1, self._head_dim)
+
+    def _by_token(self, out: Tensor) -> Tensor:
+        """What `_queries` did, undone: [n, kv_heads, Q, head_dim] -> [n * Tq, heads, head_dim]."""
+        by_head = out.view(len(out), self._kv_heads, -1, self._repeat, self._head_dim)
+        return by_head.transpose(1, 2).reshape(-1, self._kv_heads * self._repeat, self._head_dim)
 
     def _partial(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
