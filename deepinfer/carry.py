@@ -1,4 +1,4 @@
-"""What a step hands to the next one on the device: tokens, lengths and drafts, by row.
+"""What a step hands to the next one on the device: tokens, lengths and drafts, by draft slot.
 
 A plan made ahead says where its sequences are if all that is in flight is accepted. Here, inside
 the submitted work and so behind the step before, it becomes what is true:
@@ -14,8 +14,8 @@ token per position this is rejection sampling (Y. Leviathan and others, arXiv:22
 is kept with the probability that the model gives it, and replaced by a draw from all others if not.
 
 Knows no stream, pool or request order. Invariants: a plan that leaves here has no placeholder; what
-it touches lies inside what was planned; a row whose request has ended by what the device knows is
-left out; a plan older than its row's owner changes nothing.
+it touches lies inside what was planned; a request that has ended by what the device knows is
+left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from deepinfer.plan import (
     Float32,
     Int32,
     LookAhead,
-    RowStart,
+    SlotStart,
     StepPlan,
 )
 from deepinfer.planning import behind_drafts
@@ -69,16 +69,17 @@ class Accepted:
 
 
 class Carry:
-    """Tokens, lengths and drafts of all rows, as the device has them.
+    """Tokens, lengths and drafts of all draft slots, as the device has them.
 
     Args:
-        max_num_seqs, max_model_len, block_size: of the engine.
+        num_slots: draft slots, slot 0 included.
+        max_model_len, block_size: of the engine.
         drafter, num_drafts: who proposes, and how many at most; None = nobody.
     """
 
     def __init__(
         self,
-        max_num_seqs: int,
+        num_slots: int,
         max_model_len: int,
         block_size: int,
         drafter: Drafter | None = None,
@@ -86,13 +87,13 @@ class Carry:
     ) -> None:
         self._block_size = block_size
         self._drafter, self._max_drafts = drafter, num_drafts
-        # Drafts lie behind a row's tokens, where the next ones will be.
-        self._tokens = np.zeros((max_num_seqs, max_model_len + MAX_DRAFTS), np.int32)
-        self._num_tokens = np.zeros(max_num_seqs, np.int32)
-        self._num_drafts = np.zeros(max_num_seqs, np.int32)
-        self._max_total = np.zeros(max_num_seqs, np.int32)
-        self._stop = np.zeros(max_num_seqs, np.int32)
-        self._ended = np.zeros(max_num_seqs, bool)
+        # Drafts lie behind a slot's tokens, where the next ones will be.
+        self._tokens = np.zeros((num_slots, max_model_len + MAX_DRAFTS), np.int32)
+        self._num_tokens = np.zeros(num_slots, np.int32)
+        self._num_drafts = np.zeros(num_slots, np.int32)
+        self._max_total = np.zeros(num_slots, np.int32)
+        self._stop = np.zeros(num_slots, np.int32)
+        self._ended = np.zeros(num_slots, bool)
 
     # -- before a step ---------------------------------------------------------------------------
 
@@ -104,27 +105,27 @@ class Carry:
             self._start(start)
         if not np.count_nonzero(ahead.is_open):
             return Resolved(plan, np.ones(plan.num_seqs, bool), np.zeros_like(ahead.num_drafts))
-        rows, is_open = plan.rows, ahead.is_open
-        drafts = np.where(is_open, np.minimum(ahead.num_drafts, self._num_drafts[rows]), 0)
+        slots, is_open = ahead.slots, ahead.is_open
+        drafts = np.where(is_open, np.minimum(ahead.num_drafts, self._num_drafts[slots]), 0)
         first = plan.context_lens - plan.num_scheduled
-        first = np.where(is_open, self._num_tokens[rows] - 1, first)
-        kept = ~(is_open & self._ended[rows])
+        first = np.where(is_open, self._num_tokens[slots] - 1, first)
+        kept = ~(is_open & self._ended[slots])
         if not np.count_nonzero(kept):
             return Resolved(None, kept, NO_TOKENS)
         counts = np.where(is_open, 1 + drafts, plan.num_scheduled)
         first, counts, drafts = (part[kept].astype(np.int32) for part in (first, counts, drafts))
         return Resolved(self._lay_out(plan, ahead, kept, first, counts, drafts), kept, drafts)
 
-    def _start(self, start: RowStart) -> None:
-        row, count = start.row, len(start.token_ids)
-        self._tokens[row, :count] = start.token_ids
-        self._num_tokens[row] = count
-        self._num_drafts[row] = 0
-        self._max_total[row] = start.max_total_tokens
-        self._stop[row] = start.stop_token_id
-        self._ended[row] = False
+    def _start(self, start: SlotStart) -> None:
+        slot, count = start.slot, len(start.token_ids)
+        self._tokens[slot, :count] = start.token_ids
+        self._num_tokens[slot] = count
+        self._num_drafts[slot] = 0
+        self._max_total[slot] = start.max_total_tokens
+        self._stop[slot] = start.stop_token_id
+        self._ended[slot] = False
         if self._drafter is not None:
-            self._drafter.start(row, start.request_id, start.num_prompt_tokens)
+            self._drafter.start(slot, start.request_id, start.num_prompt_tokens)
 
     def _lay_out(
         self,
@@ -136,13 +137,13 @@ class Carry:
         drafts: Int32,
     ) -> StepPlan:
         """The plan of the sequences `kept`, from position `first` on, `counts` tokens each."""
-        rows, tables, num_seqs = plan.rows[kept], plan.block_tables[kept], len(first)
+        slots, tables, num_seqs = ahead.slots[kept], plan.block_tables[kept], len(first)
         query_start = np.zeros(num_seqs + 1, np.int32)
         np.cumsum(counts, out=query_start[1:])
         positions = (first - query_start[:-1]).repeat(counts)
         positions += np.arange(len(positions), dtype=np.int32)
         seqs = np.arange(num_seqs).repeat(counts)
-        token_ids = self._tokens[rows[seqs], positions]
+        token_ids = self._tokens[slots[seqs], positions]
         assert PLACEHOLDER not in token_ids, "a placeholder would reach the model"
         columns, offsets = np.divmod(positions, self._block_size)
         context_lens = first + counts
@@ -155,7 +156,7 @@ class Carry:
         behind, sample_seq = behind_drafts(drafts, sample_seq)
         return replace(
             plan,
-            rows=rows,
+            rows=plan.rows[kept],
             epochs=plan.epochs[kept],
             num_scheduled=counts,
             query_start=query_start,
@@ -180,10 +181,10 @@ class Carry:
         if plan.tags is None or ahead.tag_sums is None:
             return None
         tags = plan.tags[kept][:, : int(context_lens.max())]
-        rows, sums, known = plan.rows[kept], ahead.tag_sums[kept], ahead.num_known[kept]
+        slots, sums, known = ahead.slots[kept], ahead.tag_sums[kept], ahead.num_known[kept]
         for i in np.flatnonzero(ahead.is_open[kept]).tolist():
             start, end = int(known[i]), int(context_lens[i])
-            tags[i, start:end] = go_on(sums[i], start, self._tokens[rows[i], start:end])
+            tags[i, start:end] = go_on(sums[i], start, self._tokens[slots[i], start:end])
         return tags
 
     # -- after it --------------------------------------------------------------------------------
@@ -205,43 +206,44 @@ class Carry:
         places = np.flatnonzero(resolved.kept)  # of its sequences in the plan that was made
         verified[places] = resolved.num_drafts
         is_accepted = np.zeros(len(sampled), bool)
-        begin = 0
+        assert plan.ahead is not None, "the plan was resolved"
+        slots, begin = plan.ahead.slots[resolved.kept], 0
         for seq in np.unique(runs.sample_seq).tolist():
-            row, num_drafts = int(runs.rows[seq]), int(resolved.num_drafts[seq])
+            slot, num_drafts = int(slots[seq]), int(resolved.num_drafts[seq])
             new = sampled[begin : begin + 1 + num_drafts]
-            count = self._keep(row, new, num_drafts)
+            count = self._keep(slot, new, num_drafts)
             is_accepted[begin : begin + count] = True
             num_new[places[seq]] = count
-            proposed[places[seq]] = self._propose(row)
+            proposed[places[seq]] = self._propose(slot)
             begin += 1 + num_drafts
         ahead = AheadResult(num_new, verified, proposed)
         token_ids = sampled[is_accepted]
         return lambda logprobs: Accepted(token_ids, logprobs[is_accepted], ahead)
 
-    def _keep(self, row: int, sampled: Int32, num_drafts: int) -> int:
-        """Append the accepted ones of a row's sampled tokens; returns how many."""
-        length = int(self._num_tokens[row])
-        drafts = self._tokens[row, length : length + num_drafts]
+    def _keep(self, slot: int, sampled: Int32, num_drafts: int) -> int:
+        """Append the accepted ones of a slot's sampled tokens; returns how many."""
+        length = int(self._num_tokens[slot])
+        drafts = self._tokens[slot, length : length + num_drafts]
         wrong = np.flatnonzero(drafts != sampled[:num_drafts])
         count = 1 + (int(wrong[0]) if len(wrong) else num_drafts)
-        stops = np.flatnonzero(sampled[:count] == self._stop[row])
+        stops = np.flatnonzero(sampled[:count] == self._stop[slot])
         count = int(stops[0]) + 1 if len(stops) else count
-        self._tokens[row, length : length + count] = sampled[:count]
-        self._num_tokens[row] = length + count
-        self._ended[row] = len(stops) > 0 or length + count >= self._max_total[row]
+        self._tokens[slot, length : length + count] = sampled[:count]
+        self._num_tokens[slot] = length + count
+        self._ended[slot] = len(stops) > 0 or length + count >= self._max_total[slot]
         return count
 
-    def _propose(self, row: int) -> int:
-        """Ask for drafts behind a row's tokens; returns how many there are."""
+    def _propose(self, slot: int) -> int:
+        """Ask for drafts behind a slot's tokens; returns how many there are."""
         if self._drafter is None:
             return 0
-        length = int(self._num_tokens[row])
+        length = int(self._num_tokens[slot])
         # The last token of a request is never written, so no draft lies there or behind.
-        room = min(self._max_drafts, int(self._max_total[row]) - 1 - length)
+        room = min(self._max_drafts, int(self._max_total[slot]) - 1 - length)
         count = 0
-        if room > 0 and not self._ended[row]:
-            drafts = self._drafter.propose(row, self._tokens[row, :length], room)[:room]
+        if room > 0 and not self._ended[slot]:
+            drafts = self._drafter.propose(slot, self._tokens[slot, :length], room)[:room]
             count = len(drafts)
-            self._tokens[row, length : length + count] = drafts
-        self._num_drafts[row] = count
+            self._tokens[slot, length : length + count] = drafts
+        self._num_drafts[slot] = count
         return count

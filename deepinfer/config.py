@@ -72,6 +72,11 @@ class EngineConfig:
     timeout_s: float = 300.0
     seed: int = 0
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether steps may be planned before the tokens they go on from are known."""
+        return self.drafts > 0 or self.overlap != "off"
+
     def check(self) -> None:
         """Raise UserError, naming the key, for a number that is of another type or out of range."""
         for key in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"):

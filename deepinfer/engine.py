@@ -32,6 +32,7 @@ from deepinfer.checks.suite import Checks
 from deepinfer.config import EngineConfig
 from deepinfer.device import Device, Event, open_device
 from deepinfer.device.base import Failure
+from deepinfer.draft_slots import DraftSlots
 from deepinfer.drafters.base import Drafter
 from deepinfer.drafters.registry import make_drafter
 from deepinfer.errors import (
@@ -53,6 +54,7 @@ from deepinfer.release import Fence, ReleaseQueue
 from deepinfer.runners import Model, Weights, check_fits, load_model, make_runner, state_pool
 from deepinfer.scheduler import Scheduler
 from deepinfer.sequence import SamplingParams
+from deepinfer.sizing import num_state_slots
 from deepinfer.state_slots import StateSlots
 from deepinfer.step_account import Counts, Reading, SubmittedStep
 from deepinfer.stopping import stops_with_device
@@ -134,11 +136,21 @@ class LLMEngine:
             )
             self.states = StateSlots(slots, queue, states.max_rewind)
             self._queues.append(queue)
+        drafts: DraftSlots | None = None
+        if config.looks_ahead:
+            drafts = DraftSlots(
+                *self._pool(
+                    num_state_slots(config.max_num_seqs), BlockManager, None, things="draft slots"
+                )
+            )
+            self._queues.append(drafts.release)
         # Between two release points as many results may be collected as steps were in flight.
         records = self._pool(self.max_in_flight + 1, BlockManager, None, things="output records")
         self._queues.append(records[1])
         self._records = RecordPool(*records, config.max_num_seqs * (1 + config.drafts))
-        self.scheduler = Scheduler(config, self.blocks, self.release, self.states, tags=checks.tags)
+        self.scheduler = Scheduler(
+            config, self.blocks, self.release, self.states, drafts, tags=checks.tags
+        )
         checks.bind(self.scheduler)
 
     def _pool(
@@ -246,9 +258,13 @@ class LLMEngine:
 
     def step(self) -> StepOutput | None:
         """Submit what may be in flight, and collect one step; None if there was nothing to run."""
+        return self.collect() if self.submit_all() else None
+
+    def submit_all(self) -> bool:
+        """Submit as many steps as may be in flight; whether any is."""
         while len(self._in_flight) < self.max_in_flight and self.submit():
             pass
-        return self.collect() if self._in_flight else None
+        return bool(self._in_flight)
 
     @stops_with_device
     def submit(self) -> bool:
@@ -373,11 +389,12 @@ class LLMEngine:
     def _carry(self, drafter: Drafter | None) -> Carry | None:
         """What steps hand on; None where each plan is complete."""
         config = self.config
-        if not self.scheduler.looks_ahead:
+        if self.scheduler.drafts is None:
             return None
         if config.drafts and drafter is None:
             drafter = make_drafter(config.drafter)
-        sizes = config.max_num_seqs, config.max_model_len, config.block_size
+        num_slots = self.scheduler.drafts.slots.num_blocks
+        sizes = num_slots, config.max_model_len, config.block_size
         return Carry(*sizes, drafter if config.drafts else None, config.drafts)
 
     def _gap_ms(self, step: SubmittedStep) -> float | None:

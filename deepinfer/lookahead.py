@@ -8,11 +8,42 @@ length is not planned again, and no draft lies at a position that its request ca
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from deepinfer.plan import Int32, Rows, StepPlan
 from deepinfer.planning import in_order
 from deepinfer.sequence import RowCounters, SequenceTable
+
+
+class BlocksAhead(NamedTuple):
+    """Blocks that running requests hold for positions whose tokens the host does not know.
+
+    Attributes:
+        blocks_ahead: all of them: beyond what the known tokens need, or the reservation.
+        blocks_for_drafts: those of them that no token is sure to need: without drafts the requests
+            would not hold them.
+    """
+
+    blocks_ahead: int = 0
+    blocks_for_drafts: int = 0
+
+
+def blocks_ahead(seqs: SequenceTable, rows: Rows) -> BlocksAhead:
+    """What `rows` hold ahead of what is known, as soon as a step was queued.
+
+    A token is known once its step is committed, and needs a place in the cache only in the step
+    that computes it: so a step in flight is sure to bring one token for each row it samples, and
+    needs no place for the last of them.
+    """
+    size, held, known = seqs.block_size, seqs.num_blocks[rows], seqs.num_tokens[rows]
+    reserved = seqs.num_reserved_blocks[rows]
+    sure = seqs.num_pending_tokens[rows] - seqs.num_in_flight_drafts[rows]
+    with_sure = known + np.maximum(sure - 1, 0)
+    beyond_known = held - np.maximum(-(-known // size), reserved)
+    beyond_sure = held - np.maximum(-(-with_sure // size), reserved)
+    return BlocksAhead(int(beyond_known.clip(0).sum()), int(beyond_sure.clip(0).sum()))
 
 
 def ready_rows(seqs: SequenceTable, running: Rows) -> Rows:

@@ -83,6 +83,8 @@ class StepStats:
         num_running, num_waiting: requests with and without a row once it was submitted.
         blocks_free, blocks_held, blocks_withheld: while it was in flight, before the release point.
         slots_held, slots_withheld: state slots, at the same moment; None for a model without state.
+        blocks_ahead, blocks_for_drafts: of the held blocks, those for tokens the host did not know
+            then; and of these, those that only drafts asked for (`lookahead.BlocksAhead`).
         num_copies: block copies it carried.
         schedule_ns, submit_ns, release_ns, collect_ns, commit_ns: host time, waits excluded.
         wait_ns: host blocked by the release policy.
@@ -104,6 +106,8 @@ class StepStats:
     blocks_withheld: int
     slots_held: int | None
     slots_withheld: int | None
+    blocks_ahead: int
+    blocks_for_drafts: int
     num_copies: int
     schedule_ns: int
     submit_ns: int

@@ -39,8 +39,8 @@ def _no_state_copies() -> Int32:
 
 
 @dataclass(frozen=True, slots=True)
-class RowStart:
-    """A sequence-table row has a new sequence: what the device must know of it.
+class SlotStart:
+    """A draft slot has a new request: what the device must know of it.
 
     Attributes:
         token_ids: int32 [num_tokens], all it has.
@@ -49,7 +49,7 @@ class RowStart:
         stop_token_id: where it ends by token; -1 = nowhere.
     """
 
-    row: int
+    slot: int
     request_id: str
     token_ids: Int32
     num_prompt_tokens: int
@@ -62,22 +62,24 @@ class LookAhead:
     """What a plan leaves open, for S sequences.
 
     Attributes:
+        slots: int32 [S], the draft slot of each sequence.
         is_open: bool [S], whether the host does not know all the tokens that are to be computed.
         num_known: int32 [S], tokens the host knows.
         num_drafts: int32 [S], drafts at the end of what is scheduled; the device may have fewer.
         num_unsure: int32 [S], how many positions further back the sequence may be, if drafts of
             steps in flight are rejected.
         num_pending: int32 [S], most tokens that this step brings; 0 where nothing samples.
-        starts: rows that have new sequences since the last plan, in order.
+        starts: slots that have new requests since the last plan, in order.
         tag_sums: uint64 [S], from which the tags behind the known tokens go on; None without tags.
     """
 
+    slots: Int32
     is_open: NDArray[np.bool_]
     num_known: Int32
     num_drafts: Int32
     num_unsure: Int32
     num_pending: Int32
-    starts: tuple[RowStart, ...]
+    starts: tuple[SlotStart, ...]
     tag_sums: NDArray[np.uint64] | None = None
 
 

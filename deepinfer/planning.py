@@ -23,7 +23,7 @@ from deepinfer.plan import (
     Int64,
     LookAhead,
     Rows,
-    RowStart,
+    SlotStart,
     StepPlan,
 )
 from deepinfer.sequence import RowCounters, Sequence, SequenceTable
@@ -104,7 +104,7 @@ class PlanBuilder:
         self._tags = tags
         self._has_state = has_state
         self._looks_ahead = looks_ahead
-        self._starts: list[RowStart] = []
+        self._starts: list[SlotStart] = []
         self._state_ids: Int32 = np.empty(0, np.int32)
         self._rows: Rows | None = None  # whose settings and tables are laid out below
         self._temperature: Float32 = np.empty(0, np.float32)
@@ -118,7 +118,7 @@ class PlanBuilder:
         if self._looks_ahead:
             stop = int(self._seqs.stop_token_ids[seq.row])
             lengths = seq.num_prompt_tokens, seq.max_total_tokens
-            start = RowStart(seq.row, seq.request_id, seq.token_ids, *lengths, stop)
+            start = SlotStart(seq.draft_slot, seq.request_id, seq.token_ids, *lengths, stop)
             self._starts.append(start)
 
     def build(
@@ -215,6 +215,7 @@ class PlanBuilder:
         drafts = np.zeros(len(rows), np.int32) if num_drafts is None else num_drafts
         num_known = seqs.num_tokens[rows]
         return LookAhead(
+            slots=seqs.draft_slots[rows],
             is_open=context_lens > num_known,
             num_known=num_known,
             num_drafts=drafts,

@@ -20,10 +20,11 @@ from deepinfer.block_manager import BlockManager, Verdict
 from deepinfer.block_tables import BlockTables
 from deepinfer.checks.prefix_tags import PrefixTags
 from deepinfer.config import EngineConfig
+from deepinfer.draft_slots import DraftSlots
 from deepinfer.errors import UserError, check_name
 from deepinfer.fork import ForkSplit, num_taken_over, split_fork
 from deepinfer.live import LiveRequests
-from deepinfer.lookahead import ready_rows, set_out, wanted_drafts
+from deepinfer.lookahead import BlocksAhead, blocks_ahead, ready_rows, set_out, wanted_drafts
 from deepinfer.names import FORK_TAIL_COPIES
 from deepinfer.outputs import SchedulerCounters
 from deepinfer.plan import Int32, Rows, StepPlan, StepResult
@@ -44,6 +45,7 @@ class Scheduler:
 
     Args:
         states: the pool of state slots; None for a model without state.
+        drafts: the pool of draft slots, where the configuration looks ahead.
 
     Attributes:
         prefix_tags: what every KV row must be tagged with; None without `tags`.
@@ -58,6 +60,7 @@ class Scheduler:
         blocks: BlockManager,
         release: ReleaseQueue,
         states: StateSlots | None = None,
+        drafts: DraftSlots | None = None,
         *,
         tags: bool = False,
     ) -> None:
@@ -69,6 +72,7 @@ class Scheduler:
         self.blocks = blocks
         self.release = release
         self.states = states
+        self.drafts = drafts
         self.seqs = seqs = SequenceTable(
             config.max_num_seqs, config.max_model_len, config.block_size
         )
@@ -76,7 +80,8 @@ class Scheduler:
         self.in_flight: Fence | None = None
         self.started: list[Sequence] = []  # admitted by the last schedule()
         self.prefix_tags = PrefixTags(seqs, config.max_model_len, seqs.names) if tags else None
-        self.looks_ahead = config.drafts > 0 or config.overlap != "off"
+        self.looks_ahead = config.looks_ahead
+        assert self.looks_ahead == (drafts is not None), "who looks ahead needs draft slots"
         self._gather = seqs.gather_ahead if self.looks_ahead else seqs.gather
         self._plans = PlanBuilder(
             seqs,
@@ -111,6 +116,10 @@ class Scheduler:
     def waiting(self) -> list[Sequence]:
         """The requests without a row, by arrival."""
         return list(self._waiting)
+
+    def blocks_ahead(self) -> BlocksAhead:
+        """Blocks held for tokens that are not known; none where plans do not look ahead."""
+        return blocks_ahead(self.seqs, self._running) if self.looks_ahead else BlocksAhead()
 
     def find(self, request_id: str) -> Sequence:
         """The live request of this id."""
@@ -361,11 +370,13 @@ class Scheduler:
         if not self.release.make_room(reserved - len(split.shared)):
             self.counters.num_later_blocks += 1
             return False
-        if self.states is not None and not seq.state_id:
-            if not self.states.has_room():
-                self.counters.num_later_slots += 1
-                return False
-            self._tables.waits += self.states.take(seq)
+        states = None if seq.state_id else self.states
+        pools = [pool for pool in (states, self.drafts) if pool is not None]
+        if not all(pool.has_room() for pool in pools):
+            self.counters.num_later_slots += 1
+            return False
+        for pool in pools:
+            self._tables.waits += pool.take(seq)
         keeps_reserve = self.config.admission == "lifetime"
         self._tables.start(seq, split, reserved, reserved if keeps_reserve else 0)
         self._waiting.remove(seq)
@@ -411,9 +422,9 @@ class Scheduler:
 
     def _comes_back(self) -> bool:
         """Whether blocks or slots come back by themselves: a fence keeps them, or a step runs."""
-        states = self.states
-        num_withheld = self.blocks.num_withheld + (0 if not states else states.slots.num_withheld)
-        return bool(num_withheld) or self.in_flight is not None
+        pools = [pool.slots for pool in (self.states, self.drafts) if pool is not None]
+        withheld = any(pool.num_withheld for pool in (self.blocks, *pools))
+        return withheld or self.in_flight is not None
 
     def _reservation(self, seq: Sequence) -> int:
         reserve = ADMISSION[self.config.admission]
@@ -441,5 +452,6 @@ class Scheduler:
             self.prefix_tags.ended(seq.row, seq.request_id)
         table = self.seqs.remove(seq)
         self.release.give_up(table, self.in_flight, owner=seq.request_id, path=path)
-        if self.states is not None:
-            self.states.give_up(seq, self.in_flight, path)
+        for pool in (self.states, self.drafts):
+            if pool is not None:
+                pool.give_up(seq, self.in_flight, path)

@@ -85,6 +85,7 @@ class Sequence:
         forked_table: int32, blocks a waiting fork has pinned; empty for all others.
         num_computed_tokens: rows of `forked_table` that are committed; 0 without one.
         state_id: its state slot; 0 = none.
+        draft_slot: its draft slot; 0 = none.
         num_preemptions: times its blocks were taken back.
     """
 
@@ -98,6 +99,7 @@ class Sequence:
     forked_table: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     num_computed_tokens: int = 0
     state_id: int = 0
+    draft_slot: int = 0
     num_preemptions: int = 0
 
     @property
@@ -167,9 +169,10 @@ class SequenceTable:
         num_in_flight_drafts  drafts that steps in flight verify
         num_proposed_drafts   drafts that wait on the device, as of the last result
 
-    and `temperature` float32 [R], `seeds` int64 [R], `state_ids` int32 [R], `token_ids`
-    int32 and `logprobs` float32 [R, >= max_model_len], and `block_tables` int32 [R, max_blocks], 0
-    behind a table's last block. `sequences` object [R] has whoever owns each row, or None.
+    and `temperature` float32 [R], `seeds` int64 [R], `state_ids` and `draft_slots` int32 [R],
+    `token_ids` int32 and `logprobs` float32 [R, >= max_model_len], and `block_tables` int32
+    [R, max_blocks], 0 behind a table's last block. `sequences` object [R] has whoever owns each
+    row, or None.
     `tables_version` changes with every change of a block table.
     """
 
@@ -193,6 +196,7 @@ class SequenceTable:
         self.temperature = np.zeros(rows, np.float32)
         self.seeds = np.zeros(rows, np.int64)
         self.state_ids = np.zeros(rows, np.int32)
+        self.draft_slots = np.zeros(rows, np.int32)
         # Rows a power of two apart share a few cache sets, and the cells a step touches would evict
         # one another: a line of padding makes a step of 4096 rows a fifth cheaper.
         width = max_model_len + CACHE_LINE_TOKENS
@@ -262,6 +266,7 @@ class SequenceTable:
         self.temperature[row] = sampling.temperature
         self.seeds[row] = sampling.seed
         self.state_ids[row] = seq.state_id
+        self.draft_slots[row] = seq.draft_slot
         self.token_ids[row, :count] = seq.token_ids
         self.logprobs[row, seq.num_prompt_tokens : count] = seq.logprobs
         self.block_tables[row, : len(table)] = table

@@ -29,6 +29,8 @@ class Counts(NamedTuple):
     blocks_withheld: int
     slots_held: int | None
     slots_withheld: int | None
+    blocks_ahead: int = 0
+    blocks_for_drafts: int = 0
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> Counts:
@@ -42,6 +44,7 @@ class Counts(NamedTuple):
             blocks.num_withheld,
             None if states is None else states.slots.num_held,
             None if states is None else states.slots.num_withheld,
+            *scheduler.blocks_ahead(),
         )
 
 

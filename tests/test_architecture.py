@@ -33,7 +33,7 @@ LAYERS = [
     {
         *("deepinfer.outputs", "deepinfer.models", "deepinfer.stopping", "deepinfer.block_tables"),
         *("deepinfer.state_slots", "deepinfer.lookahead", "deepinfer.carry"),
-        "deepinfer.records",
+        *("deepinfer.records", "deepinfer.draft_slots"),
     },
     {"deepinfer.scheduler"},
     {"deepinfer.worker"},
@@ -79,6 +79,7 @@ HOST_CORE = [
         "deepinfer.lookahead",
         "deepinfer.carry",
         "deepinfer.records",
+        "deepinfer.draft_slots",
     ),
     *("deepinfer.outputs", "deepinfer.sizing", "deepinfer.validity"),
     *("deepinfer.drafters.base", "deepinfer.drafters.acceptance"),
