@@ -26,13 +26,11 @@ from numpy.typing import ArrayLike
 from deepinfer.block_manager import BlockIds, BlockManager, Verdict
 from deepinfer.cache_engine import KVCache
 from deepinfer.carry import Carry
-from deepinfer.checks.blocks import observed
 from deepinfer.checks.findings import Findings
 from deepinfer.checks.suite import Checks
 from deepinfer.config import EngineConfig
 from deepinfer.device import Device, Event, open_device
 from deepinfer.device.base import Failure
-from deepinfer.draft_slots import DraftSlots
 from deepinfer.drafters.base import Drafter
 from deepinfer.drafters.registry import make_drafter
 from deepinfer.errors import (
@@ -43,19 +41,18 @@ from deepinfer.errors import (
     listed,
 )
 from deepinfer.hybrid_runner import HybridRunner
+from deepinfer.live import as_token_ids
 from deepinfer.model_runner import ModelRunner
 from deepinfer.models.hybrid.cache import HybridCache
 from deepinfer.names import FENCES, OVERLAPS
 from deepinfer.observer import Observer
 from deepinfer.outputs import RequestOutput, StepOutput
 from deepinfer.plan import Int32, StepPlan, StepResult
-from deepinfer.records import RecordPool
-from deepinfer.release import Fence, ReleaseQueue
+from deepinfer.pools import Pools
+from deepinfer.release import Fence
 from deepinfer.runners import Model, Weights, check_fits, load_model, make_runner, state_pool
 from deepinfer.scheduler import Scheduler
 from deepinfer.sequence import SamplingParams
-from deepinfer.sizing import num_state_slots
-from deepinfer.state_slots import StateSlots
 from deepinfer.step_account import Counts, Reading, SubmittedStep
 from deepinfer.stopping import stops_with_device
 from deepinfer.worker import InFlightStep, Runner, Worker
@@ -78,7 +75,8 @@ class LLMEngine:
             `config.drafter` names.
 
     Attributes:
-        states: the pool of state slots; None for a model whose requests have none.
+        pools: every pool of ids, and their release queues.
+        blocks, release, states: the pool of blocks, its queue, and the state slots among them.
         failure: why the engine takes no more calls; None while all is well. A device that fails, or
             does not answer within `config.timeout_s`, stops it for good.
         max_in_flight: steps that may be submitted and not collected.
@@ -121,60 +119,17 @@ class LLMEngine:
             self.close()  # nobody else can: there is no engine to close
             raise
 
-    def _set_up_host(
-        self, block_manager: type[BlockManager], observers: Sequence[Observer]
-    ) -> None:
+    def _set_up_host(self, block_manager: type[BlockManager], watchers: Sequence[Observer]) -> None:
         config = self.config
-        self._checks = checks = Checks(config.checks, config.block_size, observers)
-        self.blocks, self.release = self._pool(config.num_blocks, block_manager, checks.observer)
-        self._queues = [self.release]
-        self.states: StateSlots | None = None
+        self._checks = checks = Checks(config.checks, config.block_size, watchers)
+        observers = checks.observer, checks.state_observer
         states = state_pool(self.model, config)
-        if states is not None:
-            slots, queue = self._pool(
-                states.num_slots, block_manager, checks.state_observer, things="state slots"
-            )
-            self.states = StateSlots(slots, queue, states.max_rewind)
-            self._queues.append(queue)
-        drafts: DraftSlots | None = None
-        if config.looks_ahead:
-            drafts = DraftSlots(
-                *self._pool(
-                    num_state_slots(config.max_num_seqs), BlockManager, None, things="draft slots"
-                )
-            )
-            self._queues.append(drafts.release)
-        # Between two release points as many results may be collected as steps were in flight.
-        records = self._pool(self.max_in_flight + 1, BlockManager, None, things="output records")
-        self._queues.append(records[1])
-        self._records = RecordPool(*records, config.max_num_seqs * (1 + config.drafts))
+        self.pools = pools = Pools(config, block_manager, states, self.max_in_flight, *observers)
+        self.blocks, self.release, self.states = pools.blocks, pools.release, pools.states
         self.scheduler = Scheduler(
-            config, self.blocks, self.release, self.states, drafts, tags=checks.tags
+            config, pools.blocks, pools.release, pools.states, pools.drafts, tags=checks.tags
         )
         checks.bind(self.scheduler)
-
-    def _pool(
-        self,
-        size: int,
-        block_manager: type[BlockManager],
-        observer: Observer | None,
-        things: str = "blocks",
-    ) -> tuple[BlockManager, ReleaseQueue]:
-        """A pool of one kind of ids, and the queue through which they go back."""
-        config = self.config
-        pool = observed(
-            block_manager(
-                size,
-                free_order=config.free_order,
-                discipline=config.discipline,
-                seed=config.seed,
-            ),
-            observer,
-        )
-        queue = ReleaseQueue(
-            pool, config.release, observer=observer, timeout_s=self._timeout_s, things=things
-        )
-        return pool, queue
 
     @property
     def cache(self) -> KVCache | HybridCache:
@@ -210,7 +165,7 @@ class LLMEngine:
         Raises:
             UserError: an id in use, an empty prompt, or a token id outside the vocabulary.
         """
-        return self.scheduler.add(request_id, self._tokens(prompt_token_ids), sampling)
+        return self.scheduler.add(request_id, self._token_ids(prompt_token_ids), sampling)
 
     @stops_with_device
     def fork(
@@ -234,7 +189,7 @@ class LLMEngine:
             parent_id,
             request_id,
             sampling,
-            own_tokens=self._tokens(own_token_ids),
+            own_tokens=self._token_ids(own_token_ids),
             num_shared_tokens=num_shared_tokens,
         )
 
@@ -286,9 +241,7 @@ class LLMEngine:
         self.scheduler.submitted(plan, fence)
         counts = Counts.of(self.scheduler)
         submitted = self._reading()
-        self._records.take_back()
-        for queue in self._queues:
-            queue.release_point()
+        self.pools.release_point()
         step = SubmittedStep(
             plan,
             flight,
@@ -312,8 +265,7 @@ class LLMEngine:
         result = self._result(step)
         arrived = time.perf_counter_ns()
         step.fence.passed = True
-        for queue in self._queues:
-            queue.collected(step.plan.step)
+        self.pools.collected(step.plan.step)
         for event in step.copy_events:
             self.device.recycle(event)
         collected = self._reading()
@@ -325,7 +277,7 @@ class LLMEngine:
         names = np.array([seq.request_id for seq in commit.sequences], object)
         return StepOutput(
             started_ids=step.started_ids,
-            tokens=self._records.tell(step.fence, names, commit.token_ids),
+            tokens=self.pools.records.tell(step.fence, names, commit.token_ids),
             finished=[RequestOutput.of(seq, reason) for seq, reason in commit.finished],
             stats=stats,
         )
@@ -340,7 +292,7 @@ class LLMEngine:
         """
         if self.has_unfinished():
             raise UserError("generate: other requests are unfinished", hint="step() them to an end")
-        tokens = [self._tokens(prompt) for prompt in prompts]
+        tokens = [self._token_ids(prompt) for prompt in prompts]
         each = [sampling] * len(tokens) if isinstance(sampling, SamplingParams) else list(sampling)
         if len(each) != len(tokens):
             raise UserError(f"generate: {len(tokens)} prompts, but {len(each)} sampling parameters")
@@ -389,11 +341,11 @@ class LLMEngine:
     def _carry(self, drafter: Drafter | None) -> Carry | None:
         """What steps hand on; None where each plan is complete."""
         config = self.config
-        if self.scheduler.drafts is None:
+        if self.pools.drafts is None:
             return None
         if config.drafts and drafter is None:
             drafter = make_drafter(config.drafter)
-        num_slots = self.scheduler.drafts.slots.num_blocks
+        num_slots = self.pools.drafts.slots.num_blocks
         sizes = num_slots, config.max_model_len, config.block_size
         return Carry(*sizes, drafter if config.drafts else None, config.drafts)
 
@@ -411,11 +363,7 @@ class LLMEngine:
     def _flush_if_idle(self) -> None:
         """Without requests there is no step whose release point would lift the last fences."""
         if not self.has_unfinished():
-            self._flush()
-
-    def _flush(self) -> None:
-        for queue in self._queues:
-            queue.flush()
+            self.pools.flush()
 
     def _result(self, step: SubmittedStep) -> StepResult:
         try:
@@ -430,14 +378,12 @@ class LLMEngine:
             ) from error
 
     def _reading(self) -> Reading:
-        waited_ns = sum(queue.counters.wait_ns for queue in self._queues)
-        return Reading(time.perf_counter_ns(), waited_ns)
+        return Reading(time.perf_counter_ns(), self.pools.wait_ns)
 
     def _plan(self) -> StepPlan | None:
         plan = self.scheduler.schedule()
-        waits = plan is None and not self._in_flight
-        if waits and any(queue.num_entries for queue in self._queues):
-            self._flush()  # everyone waits for withheld blocks or slots: wait with them
+        if plan is None and not self._in_flight and self.pools.any_withheld:
+            self.pools.flush()  # everyone waits for withheld blocks or slots: wait with them
             plan = self.scheduler.schedule()
         return plan
 
@@ -473,16 +419,5 @@ class LLMEngine:
             for name in ("copy", "compute"):
                 self.device.stream(name).wait(fence.event)  # type: ignore[arg-type]
 
-    def _tokens(self, token_ids: ArrayLike) -> Int32:
-        try:
-            tokens = np.asarray(token_ids)
-        except (ValueError, OverflowError):  # rows of different lengths, numbers beyond int64
-            tokens = np.empty((0, 0))
-        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-            raise UserError("token ids must be a one-dimensional sequence of integers")
-        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.model.vocab_size:
-            raise UserError(
-                f"token id {int(tokens.max() if tokens.min() >= 0 else tokens.min())} is outside "
-                f"the vocabulary of {self.model.vocab_size}"
-            )
-        return tokens.astype(np.int32)
+    def _token_ids(self, token_ids: ArrayLike) -> Int32:
+        return as_token_ids(token_ids, self.model.vocab_size)

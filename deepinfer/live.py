@@ -6,6 +6,9 @@ was made but not accepted leaves no trace.
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from deepinfer.errors import UnknownRequestError, UserError
 from deepinfer.plan import Int32
 from deepinfer.sequence import SamplingParams, Sequence
@@ -44,3 +47,19 @@ class LiveRequests:
     def forget(self, seq: Sequence) -> None:
         """A request has ended."""
         del self._by_id[seq.request_id]
+
+
+def as_token_ids(token_ids: ArrayLike, vocab_size: int) -> Int32:
+    """What a caller gives for tokens, as int32 [n]. Raises UserError if they are none."""
+    try:
+        tokens = np.asarray(token_ids)
+    except (ValueError, OverflowError):  # rows of different lengths, numbers beyond int64
+        tokens = np.empty((0, 0))
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise UserError("token ids must be a one-dimensional sequence of integers")
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise UserError(
+            f"token id {int(tokens.max() if tokens.min() >= 0 else tokens.min())} is outside "
+            f"the vocabulary of {vocab_size}"
+        )
+    return tokens.astype(np.int32)

@@ -6,7 +6,6 @@ model is.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -21,22 +20,10 @@ from deepinfer.models.hybrid.loading import draw_weights
 from deepinfer.models.hybrid.weights import HybridWeights
 from deepinfer.models.weights import Qwen3Weights, load_weights
 from deepinfer.sizing import num_state_slots
+from deepinfer.state_slots import StatePool
 
 Model: TypeAlias = ModelConfig | HybridConfig
 Weights: TypeAlias = Qwen3Weights | HybridWeights
-
-
-@dataclass(frozen=True, slots=True)
-class StatePool:
-    """What the host needs to know of state slots.
-
-    Attributes:
-        num_slots: slot 0 included.
-        max_rewind: tokens a state may have gone on and still serve a sequence behind fewer.
-    """
-
-    num_slots: int
-    max_rewind: int
 
 
 def state_pool(model: Model, config: EngineConfig) -> StatePool | None:

@@ -15,10 +15,25 @@ pins that await their copy; a state is never copied from a slot nobody holds, an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from deepinfer.block_manager import BlockManager
 from deepinfer.planning import StepCopies
 from deepinfer.release import Fence, ReleaseQueue
 from deepinfer.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StatePool:
+    """What the host needs to know of state slots.
+
+    Attributes:
+        num_slots: slot 0 included.
+        max_rewind: tokens a state may have gone on and still serve a sequence behind fewer.
+    """
+
+    num_slots: int
+    max_rewind: int
 
 
 class StateSlots:

@@ -1,0 +1,116 @@
+"""Every pool of ids an engine has, each with its release queue, all of one policy.
+
+    blocks          of KV rows
+    state slots     one for each request of a model that has state
+    draft slots     one for each request where plans look ahead
+    output records  those the caller may read
+
+Makes them and passes on the moments at which a policy may act; what an id means is not known here.
+Invariant: no queue misses a release point or a collected step.
+"""
+
+from __future__ import annotations
+
+from deepinfer.block_manager import BlockManager
+from deepinfer.checks.blocks import observed
+from deepinfer.config import EngineConfig
+from deepinfer.draft_slots import DraftSlots
+from deepinfer.observer import Observer
+from deepinfer.records import RecordPool
+from deepinfer.release import ReleaseQueue
+from deepinfer.sizing import num_state_slots
+from deepinfer.state_slots import StatePool, StateSlots
+
+
+class Pools:
+    """The pools of one engine.
+
+    Args:
+        block_manager: the class of the pools of blocks and of state slots.
+        states: how many state slots; None for a model without state.
+        max_in_flight: steps that may be submitted and not collected.
+        observer, state_observer: told of what happens to blocks, and to state slots.
+
+    Attributes:
+        blocks, release: the pool of blocks and its queue.
+        states, drafts: the slots; None where there are none.
+        records: what the caller is told in.
+        queues: of all pools, that of the blocks first.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        block_manager: type[BlockManager],
+        states: StatePool | None,
+        max_in_flight: int,
+        observer: Observer | None = None,
+        state_observer: Observer | None = None,
+    ) -> None:
+        self._config = config
+        self.queues: list[ReleaseQueue] = []
+        self.blocks, self.release = self._make("blocks", config.num_blocks, block_manager, observer)
+        self.states: StateSlots | None = None
+        if states is not None:
+            made = self._make("state slots", states.num_slots, block_manager, state_observer)
+            self.states = StateSlots(*made, states.max_rewind)
+        self.drafts: DraftSlots | None = None
+        if config.looks_ahead:
+            self.drafts = DraftSlots(
+                *self._make("draft slots", num_state_slots(config.max_num_seqs))
+            )
+        # Between two release points as many results may be collected as steps were in flight.
+        records = self._make("output records", max_in_flight + 1)
+        self.records = RecordPool(*records, config.max_num_seqs * (1 + config.drafts))
+
+    def _make(
+        self,
+        things: str,
+        size: int,
+        block_manager: type[BlockManager] = BlockManager,
+        observer: Observer | None = None,
+    ) -> tuple[BlockManager, ReleaseQueue]:
+        config = self._config
+        pool = block_manager(
+            size,
+            free_order=config.free_order,
+            discipline=config.discipline,
+            seed=config.seed,
+        )
+        queue = ReleaseQueue(
+            observed(pool, observer),
+            config.release,
+            observer=observer,
+            timeout_s=config.timeout_s or None,
+            things=things,
+        )
+        self.queues.append(queue)
+        return queue.blocks, queue
+
+    # -- moments ---------------------------------------------------------------------------------
+
+    def release_point(self) -> None:
+        """The pre-sampler point: forward and sampling of a step are queued."""
+        self.records.take_back()
+        for queue in self.queues:
+            queue.release_point()
+
+    def collected(self, step: int) -> None:
+        """The result of `step` has reached the host."""
+        for queue in self.queues:
+            queue.collected(step)
+
+    def flush(self) -> None:
+        """Wait for every fence and free what it kept."""
+        for queue in self.queues:
+            queue.flush()
+
+    @property
+    def any_withheld(self) -> bool:
+        """Whether a fence keeps anything."""
+        return any(queue.num_entries for queue in self.queues)
+
+    @property
+    def wait_ns(self) -> int:
+        """How long the policy has made the host wait so far."""
+        return sum(queue.counters.wait_ns for queue in self.queues)
