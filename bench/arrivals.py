@@ -166,13 +166,20 @@ def _from_group(draw: _Draw, index: int, group: Group) -> Iterator[RequestSpec]:
         yield RequestSpec(
             request_id=draw.request_id(*key),
             arrival_s=next(arrivals),
-            prompt_token_ids=draw.tokens(num_prompt, _TOKENS, *key),
+            prompt_token_ids=_prompt(draw, group, num_prompt, key),
             max_tokens=max_tokens,
             temperature=group.temperature,
             seed=seed,
             fork=fork,
             abort_after_tokens=abort_after,
         )
+
+
+def _prompt(draw: _Draw, group: Group, num_tokens: int, key: tuple[int, int]) -> TokenIds:
+    if group.phrase_tokens is None:
+        return draw.tokens(num_tokens, _TOKENS, *key)
+    phrase = draw.tokens(scale_length(group.phrase_tokens, draw.scale), _TOKENS, *key)
+    return np.resize(phrase, num_tokens)
 
 
 def _arrivals(draw: _Draw, index: int, arrival: Arrival) -> Iterator[float]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.model_schema import QWEN3
 from bench.schema import Profile
-from bench.spec import model_config
+from bench.spec import UNMEASURED, engine_config, model_config
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.models.hybrid.geometry import Geometry, PagedRows, Region
 from deepinfer.models.hybrid.layer_plan import HybridConfig
@@ -32,7 +32,7 @@ class CacheGeometry:
         slot: regions of a state slot; empty for a model without state.
         ring_len: rows of a window ring, None without state.
         stored_bytes, bytes_per_slot: 0 without state.
-        num_blocks, num_slots: block 0 and slot 0 included.
+        num_blocks, num_slots: block 0 and slot 0 included; no number of blocks if it is measured.
     """
 
     profile: str
@@ -43,7 +43,7 @@ class CacheGeometry:
     ring_len: int | None
     stored_bytes: int
     bytes_per_slot: int
-    num_blocks: int
+    num_blocks: int | None
     num_slots: int
 
     @property
@@ -57,12 +57,19 @@ class CacheGeometry:
         return sum(rows.bytes_per_block for rows in self.paged)
 
     @property
-    def pool(self) -> tuple[tuple[str, int, int, int], ...]:
+    def tag_bytes_per_block(self) -> int:
+        """Bytes beside a block while its rows are tagged: one tag for all rows of a ratio."""
+        return 8 * sum({rows.ratio: rows.rows_per_block for rows in self.paged}.values())
+
+    @property
+    def pool(self) -> tuple[tuple[str, int | None, int, int | None], ...]:
         """What is allocated: name, number, bytes of each, bytes of all."""
-        parts = [("blocks", self.num_blocks, self.bytes_per_block)]
+        blocks, each = self.num_blocks, self.bytes_per_block
+        parts = [("blocks", blocks, each, None if blocks is None else blocks * each)]
         if self.num_slots:
-            parts.append(("state slots", self.num_slots, self.bytes_per_slot))
-        return tuple((name, number, each, number * each) for name, number, each in parts)
+            states = self.num_slots * self.bytes_per_slot
+            parts.append(("state slots", self.num_slots, self.bytes_per_slot, states))
+        return tuple(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Strict-JSON form."""
@@ -92,10 +99,14 @@ def cache_geometry(profile: Profile) -> CacheGeometry:
 
     Raises UserError for a block size the model's ratios do not allow.
     """
-    config, engine = model_config(profile), EngineConfig(**profile.engine.given())
+    return cache_of(profile.name, model_config(profile), engine_config(profile.engine))
+
+
+def cache_of(name: str, config: ModelConfig | HybridConfig, engine: EngineConfig) -> CacheGeometry:
+    """The cache of a model and an engine; `name` is their profile's. Raises as `cache_geometry`."""
     if isinstance(config, ModelConfig):
         return CacheGeometry(
-            profile=profile.name,
+            profile=name,
             family=QWEN3,
             block_size=engine.block_size,
             paged=tuple(_keys_and_values(config, engine.block_size)),
@@ -103,14 +114,14 @@ def cache_geometry(profile: Profile) -> CacheGeometry:
             ring_len=None,
             stored_bytes=0,
             bytes_per_slot=0,
-            num_blocks=engine.num_blocks,
+            num_blocks=_num_blocks(engine),
             num_slots=0,
         )
-    return _hybrid(profile.name, config, engine)
+    return _hybrid(name, config, engine)
 
 
 def _hybrid(name: str, config: HybridConfig, engine: EngineConfig) -> CacheGeometry:
-    geometry = Geometry.of(config, engine.block_size)
+    geometry = Geometry.of(config.served(engine.uses_draft_layers), engine.block_size)
     return CacheGeometry(
         profile=name,
         family=config.family,
@@ -120,9 +131,13 @@ def _hybrid(name: str, config: HybridConfig, engine: EngineConfig) -> CacheGeome
         ring_len=geometry.ring_len,
         stored_bytes=geometry.stored_bytes,
         bytes_per_slot=geometry.bytes_per_slot,
-        num_blocks=engine.num_blocks,
+        num_blocks=_num_blocks(engine),
         num_slots=num_state_slots(engine.max_num_seqs, engine.num_state_slots),
     )
+
+
+def _num_blocks(engine: EngineConfig) -> int | None:
+    return None if engine.num_blocks == UNMEASURED else engine.num_blocks
 
 
 def _keys_and_values(config: ModelConfig, block_size: int) -> list[PagedRows]:

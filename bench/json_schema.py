@@ -87,6 +87,9 @@ def _property(name: str, entry: dict[str, Any]) -> dict[str, Any]:
         if name == "checks":
             one = "|".join(CHECKS)
             finished["pattern"] = rf"^(off|({one})(\+({one}))*)$"
+        elif name == "overlap":  # as YAML reads its names, too
+            del finished["type"]
+            finished["enum"] = [*DESCRIPTIONS[name], False, True, 2]
         else:
             finished["enum"] = list(DESCRIPTIONS[name])
         finished["description"] = f"{TITLES[name]}. {said}"

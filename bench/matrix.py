@@ -96,6 +96,8 @@ class Matrix:
         fail_fast: end the run at the first round that raises; else its cell is left alone and the
             others run on.
         tag_warmup: tag the rows of each cell's first warm-up, whatever its `checks` say.
+        sizings: how pools were measured, as `RunRecord` has it.
+        notes: what a table must say of that.
 
     Raises UserError for whatever the devices, weights, engines or the trace refuse, and for what
     does not fit in memory. A context manager.
@@ -114,11 +116,13 @@ class Matrix:
         kept: Kept = NOTHING_KEPT,
         fail_fast: bool = False,
         tag_warmup: bool = True,
+        sizings: tuple[dict[str, Any], ...] = (),
+        notes: tuple[str, ...] = (),
     ) -> None:
         self._cells, self._rounds, self._axes = list(cells), rounds, axes
         self._progress, self._metadata = progress, metadata or {}
         self._kept, self._fail_fast = kept, fail_fast
-        self._tag_warmup = tag_warmup
+        self._tag_warmup, self._sizings, self._notes = tag_warmup, sizings, notes
         self._failed: set[int] = set()  # cells that are left alone
         self._auto, self._make_round = auto, make_round
         self._speeds: list[dict[int, float]] = [{} for _ in cells]  # tok/s by round
@@ -327,8 +331,12 @@ class Matrix:
             axes=self._axes,
             seed=first.seed,
             rounds=self._rounds,
-            notes=(*first.notes, *_auto_note(self._auto)),
+            notes=(*first.notes, *self._notes, *_auto_note(self._auto)),
             metadata=self._metadata,
+            num_blocks=tuple(cell.resolved.engine.num_blocks for cell in self._cells)
+            if self._sizings
+            else (),
+            sizings=self._sizings,
         )
 
 

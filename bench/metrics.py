@@ -7,7 +7,9 @@ is None with its reason, never 0, and a request that failed is counted, never dr
     TTFT = first token - arrival (queueing included)      E2E = last token - arrival
     TPOT = (E2E - TTFT) / (n - 1), n >= 2 output tokens   ITL = each gap between two tokens
 
-All count tokens, not the chunks in which tokens reach the host.
+All count tokens, not the chunks in which tokens reach the host: of tokens that one step brings, all
+but the first have a gap of 0. Beside them stand the gaps between deliveries (a delivery: what one
+step brings a request).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from bench.samples import (
     StepRecord,
     VerificationRecord,
 )
+from deepinfer.config import MAX_DRAFTS
 
 COMPLETED = ("length", "stop")
 
@@ -55,6 +58,11 @@ class RequestTimes:
     tpot_s: float | None
     e2e_s: float | None
     itl_s: tuple[float, ...]
+
+    @property
+    def delivery_gaps_s(self) -> tuple[float, ...]:
+        """Gaps between deliveries: no two steps end at one time, so a gap of 0 is within one."""
+        return tuple(gap for gap in self.itl_s if gap > 0)
 
 
 def request_times(request: RequestRecord) -> RequestTimes:
@@ -92,6 +100,7 @@ class CellMetrics:
     ttft_ms_p99: Metric
     tpot_ms: Metric
     itl_ms_p99: Metric
+    itl_delivery_ms_p99: Metric
     step_ms_p50: Metric
     host_us_per_step: Metric
     wait_us_per_step: Metric
@@ -105,6 +114,21 @@ class CellMetrics:
     held_slots_peak: Metric
     withheld_slots_peak: Metric
     preemptions: Metric
+    gap_us: Metric
+    gap_percent: Metric
+    ahead_blocks_peak: Metric
+    ahead_blocks_mean: Metric
+    draft_blocks_peak: Metric
+    blocks_shrunk: Metric
+    drafts_proposed: Metric
+    drafts_accepted: Metric
+    draft_rows_rejected: Metric
+    acceptance_length: Metric
+    acceptance_1: Metric
+    acceptance_2: Metric
+    acceptance_3: Metric
+    acceptance_4: Metric
+    acceptance_5: Metric
     wrong_requests: Metric
     near_ties: Metric
     max_logprob_diff: Metric
@@ -166,6 +190,8 @@ def _cell_metrics(samples: Samples, cell: CellRecord) -> CellMetrics:
         tok_per_s=Metric.of(stats.median(list(by_round.values())), no_speed),
         **_latency_metrics(requests),
         **_step_metrics(steps),
+        **_ahead_metrics(steps),
+        **_draft_metrics(steps),
         **_counter_metrics(rounds),
         **_verification_metrics(verdicts),
         **_finding_metrics([r for r in samples.rounds if r.cell == cell.cell]),
@@ -240,6 +266,7 @@ def _latency_metrics(requests: Sequence[RequestRecord]) -> dict[str, Metric]:
     ttft_ms = [t.ttft_s * 1e3 for t in times if t.ttft_s is not None]
     tpot_ms = [t.tpot_s * 1e3 for t in times if t.tpot_s is not None]
     itl_ms = [gap * 1e3 for t in times for gap in t.itl_s]
+    delivery_ms = [gap * 1e3 for t in times for gap in t.delivery_gaps_s]
     if not requests:
         no_token = no_second = "no request in a measured round"
     elif not completed:
@@ -251,6 +278,7 @@ def _latency_metrics(requests: Sequence[RequestRecord]) -> dict[str, Metric]:
         "ttft_ms_p99": Metric.of(stats.percentile(ttft_ms, 99), no_token),
         "tpot_ms": Metric.of(stats.percentile(tpot_ms, 50), no_second),
         "itl_ms_p99": Metric.of(stats.percentile(itl_ms, 99), no_second),
+        "itl_delivery_ms_p99": Metric.of(stats.percentile(delivery_ms, 99), no_second),
     }
 
 
@@ -271,6 +299,60 @@ def _step_metrics(steps: Sequence[StepRecord]) -> dict[str, Metric]:
     }
 
 
+def _ahead_metrics(steps: Sequence[StepRecord]) -> dict[str, Metric]:
+    """What the device waited for the host, and blocks held for tokens that were not known."""
+    gap_us, gap_percent = host_gap(steps)
+    ahead = [s.blocks_ahead for s in steps if s.blocks_ahead is not None]
+    for_drafts = [s.blocks_for_drafts for s in steps if s.blocks_for_drafts is not None]
+    no_count = "no step counted blocks held ahead"
+    return {
+        "gap_us": gap_us,
+        "gap_percent": gap_percent,
+        "ahead_blocks_peak": Metric.of(_largest(ahead), no_count),
+        "ahead_blocks_mean": Metric.of(sum(ahead) / len(ahead) if ahead else None, no_count),
+        "draft_blocks_peak": Metric.of(_largest(for_drafts), no_count),
+    }
+
+
+def host_gap(steps: Sequence[StepRecord]) -> tuple[Metric, Metric]:
+    """How long the device waited for the host between two steps: the median, and the share.
+
+    In microseconds, and in percent of all steps' time with the gaps before them.
+    """
+    gaps = [
+        (s.gap_us, s.device_ms * 1e3)
+        for s in steps
+        if s.gap_us is not None and s.device_ms is not None
+    ]
+    idle_us, all_us = sum(gap for gap, _ in gaps), sum(gap + busy for gap, busy in gaps)
+    reason = "no step followed another"
+    median_us = stats.median([gap for gap, _ in gaps])
+    share = 100 * idle_us / all_us if all_us else None
+    return Metric.of(median_us, reason), Metric.of(share, reason)
+
+
+def _draft_metrics(steps: Sequence[StepRecord]) -> dict[str, Metric]:
+    """How many of the verified drafts were accepted, in all and by position in the proposal."""
+    proposed, accepted = [0] * MAX_DRAFTS, [0] * MAX_DRAFTS
+    for step in steps:
+        for position, count in enumerate(step.drafts_proposed[:MAX_DRAFTS]):
+            proposed[position] += count
+        for position, count in enumerate(step.drafts_accepted[:MAX_DRAFTS]):
+            accepted[position] += count
+    num_drafting = sum(step.num_drafting for step in steps)
+    length, no_draft = None, "no step verified a draft"
+    if num_drafting:
+        length = 1 + sum(accepted) / num_drafting
+    rates = {
+        f"acceptance_{k}": Metric.of(
+            right / asked if asked else None,
+            f"no draft at position {k}" if num_drafting else no_draft,
+        )
+        for k, (right, asked) in enumerate(zip(accepted, proposed, strict=True), 1)
+    }
+    return {"acceptance_length": Metric.of(length, no_draft), **rates}
+
+
 def _counter_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
     def median_of(name: str) -> Metric:
         return _over_rounds(stats.median, (r.counters.get(name) for r in rounds), name)
@@ -287,6 +369,12 @@ def _counter_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
         "later_blocks": median_of("num_later_blocks"),
         "later_slots": median_of("num_later_slots"),
         "preemptions": median_of("num_preemptions"),
+        "blocks_shrunk": median_of("num_blocks_shrunk"),
+        "drafts_proposed": median_of("num_drafts_proposed"),
+        "drafts_accepted": median_of("num_drafts_accepted"),
+        "draft_rows_rejected": _over_rounds(
+            stats.median, map(_num_rejected, rounds), "num_drafts_proposed"
+        ),
     }
 
 
@@ -330,6 +418,12 @@ def _memory_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
         "torch_peak_mib": largest_mib("allocator", "torch_peak_allocated_bytes"),
         "process_rss_mib": largest_mib("process", "process_rss_bytes"),
     }
+
+
+def _num_rejected(record: RoundRecord) -> float | None:
+    proposed = record.counters.get("num_drafts_proposed")
+    accepted = record.counters.get("num_drafts_accepted")
+    return None if proposed is None or accepted is None else proposed - accepted
 
 
 def _largest(values: Sequence[float]) -> float | None:

@@ -6,6 +6,7 @@ engines. Invariant: settings made here have a network: `config()` does not fail.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -14,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from bench.strict import Count, PositiveFloat, Seed, Strict, Text, conflict
 from deepinfer.errors import UserError
 from deepinfer.models.hybrid.engram_tables import engram_tables
+from deepinfer.models.hybrid.geometry import Geometry
 from deepinfer.models.hybrid.layer_plan import (
     CSA,
     HCA,
@@ -141,6 +143,8 @@ class HybridSettings(Strict):
             config = self.config()
             config.check()
             _check_readers(config)
+            # The block size is the engine's; with one that all ratios divide the rest is checked.
+            Geometry.of(config, math.lcm(*(layer.ratio for layer in config.sources)))
         except UserError as error:
             raise PydanticCustomError("refused", "{text}", {"text": str(error)}) from error
         return self
@@ -179,11 +183,19 @@ class V41Settings(HybridSettings):
     engram_n_heads: Count | None = None
     engram_head_dim: Count | None = None
     engram_pad_id: Natural | None = None
+    num_nextn_predict_layers: Natural = 0
+    dspark_block_size: Natural = 0
+    dspark_noise_token_id: Natural | None = None
+    dspark_target_layer_ids: Naturals = ()
+    dspark_markov_rank: Count | None = None
+    dspark_n_routed_experts: Count | None = None
+    dspark_num_experts_per_tok: Count | None = None
 
     def config(self) -> HybridConfig:
         """The network of these settings. Raises UserError if there is none."""
         raw, ours = self._raw()
         _check_layer_ids(self)
+        _check_draft_keys(self)
         config = v41_config(raw, **ours)
         if config.engram is not None:
             engram_tables(config.engram, self.engram_layer_ids)  # refuses other numbers of rows
@@ -232,6 +244,7 @@ class V4Settings(HybridSettings):
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 0.125
     rms_norm_eps: PositiveFloat = 1e-6
     rope_parameters: RopeParameters = RopeParameters()
+    num_nextn_predict_layers: Natural = 0
 
     def config(self) -> HybridConfig:
         """The network of these settings. Raises UserError if there is none."""
@@ -263,6 +276,20 @@ def _check_layer_ids(settings: V41Settings) -> None:
         missing = [name for name in names if getattr(settings, name) is None]
         if missing:
             raise UserError(f"engram_layer_ids: needs {', '.join(missing)} too")
+
+
+def _check_draft_keys(settings: V41Settings) -> None:
+    """A DSpark block has all of its keys, and without one no draft layers are named."""
+    given = settings.model_fields_set
+    optional = {"dspark_n_routed_experts", "dspark_num_experts_per_tok"}
+    names = [name for name in V41Settings.model_fields if name.startswith("dspark_")]
+    names.append("num_nextn_predict_layers")
+    if settings.dspark_block_size:
+        missing = [name for name in names if name not in optional | given]
+        if missing:
+            raise UserError(f"dspark_block_size: needs {', '.join(missing)} too")
+    elif beside := [name for name in names if getattr(settings, name)]:
+        raise UserError(f"{beside[0]}: draft layers are those of a block", hint="dspark_block_size")
 
 
 def _check_readers(config: HybridConfig) -> None:

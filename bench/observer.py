@@ -73,7 +73,7 @@ class AlternatingRound(Round):
                 first = int(self._rng.integers(2))
             noted = bool(first ^ second) or number < 0
             begun = time.perf_counter_ns()
-            self._engine.submit()
+            self._engine.submit_all()
             output = self._engine.collect()
             if noted:
                 self._take(output)

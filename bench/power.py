@@ -139,6 +139,8 @@ def _run_batch(
         max_num_seqs=size,
         max_num_batched_tokens=size * 4 * block_size,
         max_model_len=longest,
+        overlap="off",  # a fault hits between two steps
+        drafts=0,
     )
     samplings, hit_after = {}, {}
     outputs: dict[str, RequestOutput] = {}

@@ -6,7 +6,7 @@ one file has one round; the engine of every other round has no recorder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 from bench.arrivals import RequestSpec
 from bench.runner import Round, Target
 from bench.spec import Resolved
-from deepinfer.engine import LLMEngine
 from deepinfer.errors import UserError
 from deepinfer.testing.oplog.recorder import OperationRecorder
 
@@ -36,7 +35,7 @@ def recorded_rounds(path: Path | None) -> Iterator[Callable[..., Round]]:
     def make(
         resolved: Resolved,
         target: Target,
-        requests: Iterable[RequestSpec],
+        requests: Sequence[RequestSpec],
         *,
         index: int,
         **labels: Any,
@@ -46,13 +45,7 @@ def recorded_rounds(path: Path | None) -> Iterator[Callable[..., Round]]:
             while recorders:
                 recorders.pop().close()
             recorders.append(OperationRecorder(path, resolved.engine))
-            engine = LLMEngine(
-                resolved.model,
-                resolved.engine,
-                device=target.device,
-                weights=target.weights,
-                observers=recorders,
-            )
+            engine = target.engine(resolved, requests, observers=recorders)
         return Round(resolved, target, requests, index=index, engine=engine, **labels)
 
     try:

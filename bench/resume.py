@@ -77,6 +77,16 @@ def carry_on(folder: Path, plan: Plan, environment: Mapping[str, Any]) -> Kept:
     return Kept(True, len(samples.cells), tuple(samples.rounds))
 
 
+def stored_num_blocks(folder: Path) -> tuple[int, ...]:
+    """The pool of each cell of the run in `folder`, if it measured any and has begun.
+
+    Raises UserError if there is no run.
+    """
+    if _is_without_first_line(samples_path(folder)):
+        return ()
+    return read_samples(folder).run.num_blocks
+
+
 def cut_to_whole_rounds(folder: Path) -> None:
     """Cut off what follows the last whole round: a torn line, half a round, the end record."""
     path = samples_path(folder)

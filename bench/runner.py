@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from bench.arrivals import ChildSpec, RequestSpec
 from bench.collect.memory import MemoryCollector
 from bench.collect.sampler import NvmlSampler
+from bench.references import References, child_prompt, sampling_of
 from bench.samples import FINDING_COUNTERS, FORKED, RequestRecord, RoundRecord, StepRecord
 from bench.schema import Verify
 from bench.spec import Resolved
@@ -25,13 +27,16 @@ from deepinfer.block_manager import Verdict
 from deepinfer.checks.prefix_tags import MAX_POSITIONS
 from deepinfer.checks.suite import parse_checks
 from deepinfer.device import Device, open_device
+from deepinfer.drafters.acceptance import parse_acceptance
+from deepinfer.drafters.base import Drafter
+from deepinfer.drafters.replay import ReplayDrafter
 from deepinfer.engine import LLMEngine
 from deepinfer.errors import DeepInferError, OwnershipError
-from deepinfer.outputs import RequestOutput, StepOutput, StepStats
+from deepinfer.outputs import DraftCounts, RequestOutput, StepOutput, StepStats
 from deepinfer.runners import Weights, load_model
-from deepinfer.sequence import SamplingParams
 
 NUM_FINDINGS = 8  # of a round, in words
+NO_DRAFTS = DraftCounts(0, (), ())
 
 
 def with_tags(resolved: Resolved) -> Resolved:
@@ -56,12 +61,40 @@ class Target:
             self.device.close()
             raise
         self._reference = DenseReference(self.weights, resolved.model)
+        self._references = References(self.device, self.weights)
 
     def verify(self, emissions: Sequence[Emission], settings: Verify) -> list[RequestVerdict]:
         """The dense reference's verdict on each emission."""
         tolerances = Tolerances(settings.score_tolerance, settings.logprob_tolerance)
         return self.device.run(
             lambda: self._reference.check_all(emissions, tolerances), label="verify"
+        )
+
+    def drafter(self, resolved: Resolved, requests: Sequence[RequestSpec]) -> Drafter | None:
+        """Who proposes drafts for a round of `requests`; None where the engine makes its own.
+
+        The first time a drafter replays these requests, they are run without drafts.
+        """
+        engine = resolved.engine
+        if not engine.drafts or engine.drafter != "replay":
+            return None
+        return ReplayDrafter(
+            self._references.of(resolved, requests),
+            parse_acceptance(resolved.workload.acceptance),
+            resolved.seed,
+            resolved.model.vocab_size,
+        )
+
+    def engine(self, resolved: Resolved, requests: Sequence[RequestSpec], **keys: Any) -> LLMEngine:
+        """A new engine for a round of `requests`; `keys` are more of `LLMEngine`'s."""
+        drafter = self.drafter(resolved, requests)
+        return LLMEngine(
+            resolved.model,
+            resolved.engine,
+            device=self.device,
+            weights=self.weights,
+            drafter=drafter,
+            **keys,
         )
 
     def close(self) -> None:
@@ -111,16 +144,14 @@ class Round:
         self,
         resolved: Resolved,
         target: Target,
-        requests: Iterable[RequestSpec],
+        requests: Sequence[RequestSpec],
         *,
         cell: int,
         index: int,
         warmup: bool,
         engine: LLMEngine | None = None,
     ) -> None:
-        self._engine = engine or LLMEngine(
-            resolved.model, resolved.engine, device=target.device, weights=target.weights
-        )
+        self._engine = engine or target.engine(resolved, requests)
         self._pending = deque(requests)
         self._cell, self._index, self._warmup = cell, index, warmup
         self._tracked: dict[str, _Tracked] = {}
@@ -148,7 +179,7 @@ class Round:
         self._start_ns = time.perf_counter_ns()
         while self._pending or self._engine.has_unfinished():
             self._admit_arrivals()
-            if self._engine.submit():
+            if self._engine.submit_all():
                 self._abort_leaving()
                 self._take(self._engine.collect())
             elif self._pending:
@@ -172,29 +203,38 @@ class Round:
             spec = self._pending.popleft()
             self._track(spec, spec.arrival_s, spec.prompt_token_ids.tolist())
             verdict = self._engine.add_request(
-                spec.request_id, spec.prompt_token_ids, _sampling(spec)
+                spec.request_id, spec.prompt_token_ids, sampling_of(spec)
             )
             self._note(spec.request_id, verdict)
 
     def _fork(self, parent: RequestSpec) -> None:
-        """Make a parent's children; unless it is to go on, they replace it."""
+        """Make a parent's children; unless it is to go on, they replace it.
+
+        A step with drafts may bring more tokens than the children are to know, and may be the
+        parent's last: what is no longer there to be shared they compute themselves.
+        """
         assert parent.fork is not None
-        now = self._now()
-        prompt = parent.prompt_token_ids.tolist()
-        answer = self._tracked[parent.request_id].token_ids
+        now, tracked = self._now(), self._tracked[parent.request_id]
         for child in parent.fork.children:
             own = child.own_prompt_token_ids
-            shared = len(prompt) if len(own) else None  # all of it, and its answer so far
-            verdict = self._engine.fork(
-                parent.request_id,
-                child.request_id,
-                _sampling(child),
-                own_token_ids=own,
-                num_shared_tokens=shared,
-            )
-            self._track(child, now, prompt + (own.tolist() if len(own) else answer))
+            prompt = child_prompt(parent, child, tracked.token_ids)
+            if tracked.finish_reason:
+                verdict = self._engine.add_request(child.request_id, prompt, sampling_of(child))
+            else:
+                verdict = self._engine.fork(
+                    parent.request_id,
+                    child.request_id,
+                    sampling_of(child),
+                    own_token_ids=own,
+                    num_shared_tokens=len(prompt) - len(own),
+                )
+            self._track(child, now, prompt)
             self._note(child.request_id, verdict)
-        if not parent.fork.keep_parent:
+        if parent.fork.keep_parent:
+            return
+        if tracked.finish_reason:
+            tracked.finish_reason = FORKED
+        else:
             self._end(self._engine.abort(parent.request_id, FORKED))
 
     def _abort_leaving(self) -> None:
@@ -224,16 +264,20 @@ class Round:
             self._tracked[request_id].token_times_s.append(end_s)
         for ended in output.finished:
             self._end(ended)
-        for request_id in output.request_ids:
+        for request_id, num_new in Counter(output.request_ids).items():
             tracked = self._tracked[request_id]
-            spec, count = tracked.spec, len(tracked.token_times_s)
-            if not isinstance(spec, RequestSpec) or tracked.finish_reason:
-                continue
-            if spec.abort_after_tokens == count:
-                self._leaving.append(request_id)
-            if spec.fork is not None and spec.fork.after_tokens == count:
-                self._fork(spec)
+            if isinstance(tracked.spec, RequestSpec):
+                self._react(tracked.spec, tracked, num_new)
         self._steps.append(self._step_record(output.stats, end_s))
+
+    def _react(self, spec: RequestSpec, tracked: _Tracked, num_new: int) -> None:
+        """Fork a request, or let its client leave, if the last of its tokens have come to that."""
+        count = len(tracked.token_times_s)
+        reached = range(count - num_new + 1, count + 1)
+        if spec.abort_after_tokens in reached and not tracked.finish_reason:
+            self._leaving.append(spec.request_id)
+        if spec.fork is not None and spec.fork.after_tokens in reached:
+            self._fork(spec)
 
     def _end(self, ended: RequestOutput) -> None:
         tracked = self._tracked[ended.request_id]
@@ -254,6 +298,7 @@ class Round:
     # -- records ---------------------------------------------------------------------------------
 
     def _step_record(self, stats: StepStats, end_s: float) -> StepRecord:
+        num_drafting, proposed, accepted = stats.drafts or NO_DRAFTS
         return StepRecord(
             cell=self._cell,
             round=self._index,
@@ -278,6 +323,12 @@ class Round:
             device_ms=stats.device_ms,
             slots_held=stats.slots_held,
             slots_withheld=stats.slots_withheld,
+            gap_us=None if stats.gap_ms is None else stats.gap_ms * 1e3,
+            blocks_ahead=stats.blocks_ahead,
+            blocks_for_drafts=stats.blocks_for_drafts,
+            num_drafting=num_drafting,
+            drafts_proposed=proposed,
+            drafts_accepted=accepted,
         )
 
     def _request_records(self) -> list[RequestRecord]:
@@ -327,6 +378,9 @@ class Round:
                 "release_waits": release.counters.num_waits,
                 "release_wait_us": release.counters.wait_ns / 1e3,
                 "stream_waits": release.counters.num_stream_waits,
+                "num_blocks_shrunk": counters.num_blocks_shrunk,
+                "num_drafts_proposed": sum(sum(step.drafts_proposed) for step in self._steps),
+                "num_drafts_accepted": sum(sum(step.drafts_accepted) for step in self._steps),
                 **_slot_counters(self._engine),
                 **{
                     FINDING_COUNTERS[name]: findings.counts[name]
@@ -364,7 +418,3 @@ def _disagreement(tracked: _Tracked, ended: RequestOutput) -> str:
     if ended.finish_reason == "length" and len(tracked.token_ids) != tracked.spec.max_tokens:
         return f"it ended with {len(tracked.token_ids)} of {tracked.spec.max_tokens} tokens"
     return ""
-
-
-def _sampling(spec: RequestSpec | ChildSpec) -> SamplingParams:
-    return SamplingParams(max_tokens=spec.max_tokens, temperature=spec.temperature, seed=spec.seed)

@@ -53,6 +53,9 @@ class RunRecord:
         rounds: measured rounds asked for per cell, warm-up not counted.
         notes: sentences a reader of the table must see, such as `lengths scaled by 0.1`.
         metadata: the user's own keys.
+        num_blocks: in the pool of each cell, by its number; empty if no cell's was measured.
+        sizings: each measurement of `num_blocks: auto`: the `cells` it was for, the number, and the
+            `lines` of the memory it is from, in bytes.
     """
 
     kind: ClassVar[str] = "run"
@@ -68,6 +71,8 @@ class RunRecord:
     rounds: int
     notes: tuple[str, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
+    num_blocks: tuple[int, ...] = ()
+    sizings: tuple[dict[str, Any], ...] = ()
     schema_version: int = SCHEMA_VERSION
 
 
@@ -160,6 +165,13 @@ class StepRecord:
         result_wait_us: host blocked until the step's tokens arrived.
         device_ms: from the device's events; None where it has none.
         slots_held, slots_withheld: state slots; None for a model without state.
+        gap_us: how long the device had nothing to do before it, from its events; None where there
+            was nothing for it to do, and in files of older versions.
+        blocks_ahead, blocks_for_drafts: of the blocks held, those for tokens the host did not know;
+            and of these, those that only drafts asked for. None in files of older versions.
+        num_drafting: requests that had drafts verified.
+        drafts_proposed, drafts_accepted: how many had, and got accepted, a first draft, a second
+            one, and so on.
     """
 
     kind: ClassVar[str] = "step"
@@ -180,6 +192,12 @@ class StepRecord:
     device_ms: float | None
     slots_held: int | None = None
     slots_withheld: int | None = None
+    gap_us: float | None = None
+    blocks_ahead: int | None = None
+    blocks_for_drafts: int | None = None
+    num_drafting: int = 0
+    drafts_proposed: tuple[int, ...] = ()
+    drafts_accepted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from bench.model_schema import AnyModel
 from bench.strict import Count, PositiveFloat, Seed, Strict, Text, conflict
-from deepinfer.config import MAX_TIMEOUT_S, MIN_TEMPERATURE, EngineConfig
+from deepinfer.config import MAX_DRAFTS, MAX_TIMEOUT_S, MIN_TEMPERATURE, EngineConfig
+from deepinfer.drafters.acceptance import PATTERNS, parse_acceptance
+from deepinfer.errors import UserError
 from deepinfer.names import CHECKS, DESCRIPTIONS
 
+AUTO = "auto"  # the `num_blocks` that is measured
+SWITCHES = ("overlap", "checks")  # keys whose `on` and `off` are names, not booleans
 _ENGINE = EngineConfig()
 
 
@@ -55,16 +67,65 @@ def _checkers(value: str) -> str:
     return value
 
 
+def _only_auto(value: str) -> str:
+    if value != AUTO:
+        raise PydanticCustomError("no_number", f"a whole number, or {AUTO}")
+    return value
+
+
+def _word_or_number(value: Any) -> str:
+    """The tag of a number of blocks; `1e3` is one that YAML misread, and told so as a number."""
+    return "<word>" if isinstance(value, str) and value.isalpha() else "<number>"
+
+
+def _as_name(value: Any) -> Any:
+    """`true`, `false` and the number 2 as the names they are meant to be."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value) if isinstance(value, int) else value
+
+
+def _acceptance(value: Any) -> Any:
+    try:
+        parse_acceptance(value)
+    except UserError as error:
+        text = str(error).removeprefix("acceptance").removeprefix(": ")
+        context = {"text": text, "hint": error.hint}
+        raise PydanticCustomError("refused", "{text}", context) from error
+    return value
+
+
 Device = Annotated[str, _one_of("device")]
+# The grammar is `deepinfer.drafters.acceptance`'s; the schema only tells its forms apart.
+AcceptanceValue = Annotated[
+    Any,
+    AfterValidator(_acceptance),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0, "maximum": 1},
+                {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}},
+                {"type": "string", "enum": list(PATTERNS)},
+                {"type": "object"},
+            ]
+        }
+    ),
+]
+NumBlocks = Annotated[
+    Annotated[int, Field(ge=2, lt=2**31), Tag("<number>")]  # block 0 is never handed out
+    | Annotated[Literal["auto"], BeforeValidator(_only_auto), Tag("<word>")],
+    Discriminator(_word_or_number),
+]
 
 
 class EngineSettings(Strict):
-    """The keys of `EngineConfig` that one file or the command line sets; see there."""
+    """The keys of `EngineConfig` that one file or the command line sets; see there.
+
+    `num_blocks: auto`: as many as there is memory for, measured when a run begins.
+    """
 
     block_size: Count = _ENGINE.block_size
-    num_blocks: Annotated[int, Field(ge=2, lt=2**31)] = (
-        _ENGINE.num_blocks
-    )  # block 0 is never handed out
+    num_blocks: NumBlocks = _ENGINE.num_blocks
     max_num_seqs: Count = _ENGINE.max_num_seqs
     num_state_slots: Annotated[int, Field(ge=0, lt=2**31)] = _ENGINE.num_state_slots
     max_num_batched_tokens: Count = _ENGINE.max_num_batched_tokens
@@ -76,6 +137,9 @@ class EngineSettings(Strict):
     admission: Annotated[str, _one_of("admission")] = _ENGINE.admission
     preemption: Annotated[str, _one_of("preemption")] = _ENGINE.preemption
     fork_tail_copy: Annotated[str, _one_of("fork_tail_copy")] = _ENGINE.fork_tail_copy
+    overlap: Annotated[str, BeforeValidator(_as_name), _one_of("overlap")] = _ENGINE.overlap
+    drafts: Annotated[int, Field(ge=0, le=MAX_DRAFTS)] = _ENGINE.drafts
+    drafter: Annotated[str, _one_of("drafter")] = _ENGINE.drafter
     checks: Annotated[str, AfterValidator(_checkers)] = _ENGINE.checks
     timeout_s: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_S)] = _ENGINE.timeout_s
     seed: Seed = _ENGINE.seed
@@ -105,7 +169,8 @@ class DeviceFlag(Strict):
 class Profile(Strict):
     """A machine and a model: device, geometry, pool and tolerances. `name` is the file's.
 
-    `memory_bytes`: what `env --sizing` may divide; by default all that is free.
+    `memory_bytes`: what weights, steps, state and blocks may take together where `num_blocks` is
+    measured; by default all that is free, but `num_blocks: auto` on a CPU needs it.
     """
 
     name: str = Field(default="", exclude=True)
@@ -192,10 +257,14 @@ class Abort(Strict):
 
 
 class Group(Strict):
-    """`count` requests drawn alike."""
+    """`count` requests drawn alike.
+
+    With `phrase_tokens` a prompt says one phrase of so many tokens again and again.
+    """
 
     count: NumRequests
     prompt_tokens: Lengths
+    phrase_tokens: Count | None = None
     output_tokens: Lengths
     arrival: Arrival = Arrival(at_s=0.0)
     temperature: Temperature = 0.0
@@ -222,12 +291,22 @@ class Trace(Strict):
     speed: PositiveFloat = 1.0
 
 
+class AcceptanceFlag(Strict):
+    """An `acceptance` named outside a workload."""
+
+    acceptance: AcceptanceValue
+
+
 class Workload(Strict):
-    """What requests come when: request groups or a trace. `name` is the file's."""
+    """What requests come when: request groups or a trace. `name` is the file's.
+
+    `acceptance`: how often the drafts of drafter `replay` are to be right.
+    """
 
     name: str = Field(default="", exclude=True)
     description: Text
     engine: EngineSettings = EngineSettings()
+    acceptance: AcceptanceValue = None
     requests: Annotated[tuple[Group, ...], Field(strict=False)] | None = None
     trace: Trace | None = None
     scale_lengths: PositiveFloat = 1.0

@@ -21,7 +21,17 @@ from pydantic import ValidationError
 
 from bench.model_schema import GEOMETRY, HybridSettings
 from bench.nearest import choices
-from bench.schema import DeviceFlag, EngineSettings, Profile, Trace, Verify, Workload
+from bench.schema import (
+    AUTO,
+    SWITCHES,
+    AcceptanceFlag,
+    DeviceFlag,
+    EngineSettings,
+    Profile,
+    Trace,
+    Verify,
+    Workload,
+)
 from bench.strict import Strict
 from bench.validation import describe, validate
 from bench.yaml_source import Problem, Source, SourceError, parse, show_value
@@ -33,7 +43,17 @@ from deepinfer.models.hybrid.layer_plan import HybridConfig
 from deepinfer.names import DESCRIPTIONS, UNSAFE_POLICIES
 
 # `seed` is left out: every cell of a comparison gets the same requests.
-AXES = (*(name for name in EngineSettings.model_fields if name != "seed"), "device")
+AXES = (
+    *(name for name in EngineSettings.model_fields if name != "seed"),
+    *("device", "acceptance"),
+)
+NOT_OF_ENGINE: dict[str, type[Strict]] = {"device": DeviceFlag, "acceptance": AcceptanceFlag}
+UNMEASURED = 0  # `num_blocks: auto` before it is measured; no engine takes it
+# Of a configuration, all that its `auto` depends on beside the model and its memory.
+POOL_KEYS = (
+    *("block_size", "max_num_seqs", "num_state_slots", "max_num_batched_tokens", "max_model_len"),
+    *("drafts", "drafter"),
+)
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]*)")
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]*)\.[0-9]+")
 
@@ -43,7 +63,7 @@ _Flags = TypeVar("_Flags", bound=Strict)
 
 def check_file(model: type[_File], path: Path) -> tuple[_File | None, list[Problem]]:
     """The file as a workload or profile, and every problem found in it."""
-    return validate(model, parse(path), name=path.stem)
+    return validate(model, parse(path, SWITCHES), name=path.stem)
 
 
 def load_workload(path: Path) -> Workload:
@@ -89,6 +109,7 @@ class Flags:
         engine: `EngineConfig` keys with typed values.
         seed: of requests and the `shuffled` order (short for `engine["seed"]`).
         device: a name in `deepinfer.names.DEVICES`.
+        acceptance: of replayed drafts, as a workload has it.
         trace_path: the user's copy of the trace that the workload replays.
         limit: requests to read of the trace.
         scale_lengths: factor on every token count.
@@ -98,6 +119,7 @@ class Flags:
     engine: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     device: str | None = None
+    acceptance: Any = None
     trace_path: str | None = None
     limit: int | None = None
     scale_lengths: float | None = None
@@ -105,15 +127,31 @@ class Flags:
 
     def with_cell(self, cell: Mapping[str, Any]) -> Flags:
         """These flags with one value for each axis of a cell."""
-        engine = {name: value for name, value in cell.items() if name != "device"}
-        return dataclasses.replace(
-            self, engine={**self.engine, **engine}, device=cell.get("device", self.device)
-        )
+        engine = {name: value for name, value in cell.items() if name not in NOT_OF_ENGINE}
+        others = {name: cell[name] for name in NOT_OF_ENGINE if name in cell}
+        return dataclasses.replace(self, engine={**self.engine, **engine}, **others)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolQuestion:
+    """How many blocks is there memory for? Equal questions have one answer.
+
+    `memory_bytes` may be divided; None = all that is free.
+    """
+
+    model: ModelConfig | HybridConfig
+    engine: EngineConfig
+    device: str
+    memory_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Everything that decides what one cell computes."""
+    """Everything that decides what one cell computes.
+
+    Attributes:
+        memory_bytes: of the profile; decides nothing once `num_blocks` is a number.
+    """
 
     workload: Workload
     profile_name: str
@@ -121,6 +159,20 @@ class Resolved:
     model: ModelConfig | HybridConfig
     device: str
     verify: Verify
+    memory_bytes: int | None = None
+
+    @property
+    def pool_question(self) -> PoolQuestion | None:
+        """What to measure before an engine can be made, whatever its policies; None if nothing."""
+        if self.engine.num_blocks != UNMEASURED:
+            return None
+        engine = EngineConfig(**{key: getattr(self.engine, key) for key in POOL_KEYS})
+        return PoolQuestion(self.model, engine, self.device, self.memory_bytes)
+
+    def with_num_blocks(self, num_blocks: int) -> Resolved:
+        """The same with a number of blocks that was measured."""
+        engine = dataclasses.replace(self.engine, num_blocks=num_blocks)
+        return dataclasses.replace(self, engine=engine)
 
     @property
     def seed(self) -> int:
@@ -180,9 +232,8 @@ def resolve(profile: Profile, workload: Workload, flags: Flags | None = None) ->
     """
     flags = flags or Flags()
     from_flags = {**flags.engine, **({} if flags.seed is None else {"seed": flags.seed})}
-    layers = (profile.engine, workload.engine, _check_flags(EngineSettings, from_flags))
-    engine = EngineConfig(
-        **{name: value for layer in layers for name, value in layer.given().items()}
+    engine = engine_config(
+        profile.engine, workload.engine, _check_flags(EngineSettings, from_flags)
     )
     _check_budget(engine)
     model = model_config(profile)
@@ -190,14 +241,35 @@ def resolve(profile: Profile, workload: Workload, flags: Flags | None = None) ->
         Geometry.of(model, engine.block_size)  # no single file or flag is wrong here either
     device = profile.device if flags.device is None else flags.device
     _check_flags(DeviceFlag, {"device": device})
+    _check_memory(profile, engine, device)
+    workload = _override_input(workload, flags)
+    _check_acceptance(workload, engine)
     return Resolved(
-        workload=_override_input(workload, flags),
+        workload=workload,
         profile_name=profile.name,
         engine=engine,
         model=model,
         device=device,
         verify=profile.verify,
+        memory_bytes=profile.memory_bytes,
     )
+
+
+def engine_config(*layers: EngineSettings) -> EngineConfig:
+    """The settings of all layers, the last on top; `auto` as `UNMEASURED`."""
+    given = {name: value for layer in layers for name, value in layer.given().items()}
+    if given.get("num_blocks") == AUTO:
+        given["num_blocks"] = UNMEASURED
+    return EngineConfig(**given)
+
+
+def _check_memory(profile: Profile, engine: EngineConfig, device: str) -> None:
+    """A GPU is the run's own; what a CPU has free is everybody's, and another amount each time."""
+    if engine.num_blocks == UNMEASURED and device != "cuda" and profile.memory_bytes is None:
+        raise UserError(
+            f"num_blocks: auto on device {device}, but profile {profile.name} has no memory_bytes",
+            hint="memory_bytes: how much weights, steps, state and blocks may take together",
+        )
 
 
 def _check_budget(engine: EngineConfig) -> None:
@@ -207,6 +279,15 @@ def _check_budget(engine: EngineConfig) -> None:
             f"max_num_batched_tokens: out of range (got {engine.max_num_batched_tokens}); "
             f"expected at least max_num_seqs ({engine.max_num_seqs})",
             hint="every running request needs a token of the budget in each step",
+        )
+
+
+def _check_acceptance(workload: Workload, engine: EngineConfig) -> None:
+    """How often replayed drafts are right is nobody's default."""
+    if engine.drafts and engine.drafter == "replay" and workload.acceptance is None:
+        raise UserError(
+            f"drafter: replay, but workload {workload.name} has no acceptance",
+            hint="-a acceptance=0.7, or `acceptance:` in the workload; see docs/drafts.md",
         )
 
 
@@ -228,6 +309,9 @@ def _override_input(workload: Workload, flags: Flags) -> Workload:
         "speed": flags.speed,
     }
     given = {name: value for name, value in given.items() if value is not None}
+    if flags.acceptance is not None:
+        _check_flags(AcceptanceFlag, {"acceptance": flags.acceptance})
+        workload = workload.model_copy(update={"acceptance": flags.acceptance})
     before = workload.trace.model_dump(exclude_none=True) if workload.trace else {"format": "azure"}
     trace = _check_flags(Trace, {**before, **given})
     if workload.trace is not None:
@@ -291,7 +375,7 @@ def parse_axes(items: Iterable[str], *, what: str = "axis") -> dict[str, tuple[A
 def _axis_values(what: str, name: str, text: str) -> tuple[Any, ...]:
     """Typed and checked values of one axis."""
     values: list[Any] = []
-    model: type[Strict] = DeviceFlag if name == "device" else EngineSettings
+    model = NOT_OF_ENGINE.get(name, EngineSettings)
     is_text = name in DESCRIPTIONS
     for part in (part.strip() for part in text.split(",")):
         if not part:
@@ -323,7 +407,8 @@ def resolve_cells(
     and an axis, or a combination is not valid.
     """
     for name in axes:
-        if name in flags.engine or (name == "device" and flags.device is not None):
+        other = name in NOT_OF_ENGINE and getattr(flags, name) is not None
+        if name in flags.engine or other:
             raise UserError(f"axis {name}: also set by a flag; expected one of the two")
     cells = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     return [(cell, resolve(profile, workload, flags.with_cell(cell))) for cell in cells]

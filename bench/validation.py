@@ -73,7 +73,7 @@ def describe(
     if kind == "conflict":
         return source.problem(path, f"{context['text']}; expected {context['expected']}")
     if kind == "refused":
-        return source.problem(path, context["text"])
+        return source.problem(path, context["text"], hint=context.get("hint"))
     hint = None
     if kind == "union_tag_invalid":
         path, value = (*path, FAMILY), _bare(context["tag"])

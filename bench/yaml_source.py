@@ -1,8 +1,8 @@
 """YAML text to plain data that still knows where each value stands.
 
 Job: read one UTF-8 file strictly. What YAML 1.1 reads differently from what its writer meant
-(`off`, `017`, a key without a value or written twice) is an error. Knows nothing of workloads or
-profiles.
+(`off`, `017`, a key without a value or written twice) is an error; but `on` and `off` are text at
+keys whose names say so to the reader. Knows nothing of workloads or profiles.
 Invariant: every key path in the data has a position, and every problem names file, line and key.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,8 +137,8 @@ def read_text(path: Path) -> str:
     return text
 
 
-def parse(path: Path) -> Source:
-    """Read a file whose top level is a mapping.
+def parse(path: Path, switches: Container[str] = ()) -> Source:
+    """Read a file whose top level is a mapping; `switches` are keys with the values `on` and `off`.
 
     Problems with single values are collected in the result, so that a caller can show all of them.
     Raises SourceError or UserError where there is nothing to go on with: no file, no YAML.
@@ -163,7 +163,7 @@ def parse(path: Path) -> Source:
         got = kinds.get(getattr(root, "id", ""), "nothing")
         what = f"top level is not a mapping (got {got}); expected `key: value` lines"
         raise SourceError([Problem(f"{path}:{line}: {what}", line)])
-    source.data = _Reader(source).value(root, ())
+    source.data = _Reader(source, switches).value(root, ())
     return source
 
 
@@ -188,8 +188,9 @@ def _syntax_problem(path: Path, error: yaml.MarkedYAMLError) -> Problem:
 class _Reader:
     """Walks a node tree once; one instance per file."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, switches: Container[str]) -> None:
         self.source = source
+        self.switches = switches
         self.num_values = 0
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
@@ -258,6 +259,8 @@ class _Reader:
             return int(text.replace("_", ""))
         if _FLOAT.fullmatch(text):
             return float(text)
+        if lower in ("on", "off") and path and path[-1] in self.switches:
+            return lower
         if lower in _BOOL_WORDS or lower in ("true", "false"):
             meant = _BOOL_WORDS.get(lower, lower)
             self.complain(

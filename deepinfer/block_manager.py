@@ -50,6 +50,8 @@ class BlockManager:
     The first allocations hand out 1, 2, 3, ... under every discipline.
     """
 
+    free_orders = FREE_ORDERS  # those it can do
+
     def __init__(
         self,
         num_blocks: int,
@@ -62,7 +64,7 @@ class BlockManager:
         check_int("seed", seed, 0)
         if num_blocks < 2:
             raise UserError(f"num_blocks: {num_blocks} leaves no usable block; needs at least 2")
-        check_name("free_order", free_order, FREE_ORDERS)
+        check_name("free_order", free_order, self.free_orders)
         check_name("discipline", discipline, DISCIPLINES)
         self.num_blocks = num_blocks
         self.free_order = free_order

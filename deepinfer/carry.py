@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from deepinfer.checks.prefix_tags import go_on
 from deepinfer.config import MAX_DRAFTS
-from deepinfer.drafters.base import Drafter
+from deepinfer.drafters.base import Drafter, DraftHead
 from deepinfer.plan import (
     PLACEHOLDER,
     AheadResult,
@@ -75,6 +75,7 @@ class Carry:
         num_slots: draft slots, slot 0 included.
         max_model_len, block_size: of the engine.
         drafter, num_drafts: who proposes, and how many at most; None = nobody.
+        draft_head: proposes instead of a drafter.
     """
 
     def __init__(
@@ -84,9 +85,10 @@ class Carry:
         block_size: int,
         drafter: Drafter | None = None,
         num_drafts: int = 0,
+        draft_head: DraftHead | None = None,
     ) -> None:
         self._block_size = block_size
-        self._drafter, self._max_drafts = drafter, num_drafts
+        self._drafter, self._draft_head, self._max_drafts = drafter, draft_head, num_drafts
         # Drafts lie behind a slot's tokens, where the next ones will be.
         self._tokens = np.zeros((num_slots, max_model_len + MAX_DRAFTS), np.int32)
         self._num_tokens = np.zeros(num_slots, np.int32)
@@ -208,14 +210,15 @@ class Carry:
         is_accepted = np.zeros(len(sampled), bool)
         assert plan.ahead is not None, "the plan was resolved"
         slots, begin = plan.ahead.slots[resolved.kept], 0
-        for seq in np.unique(runs.sample_seq).tolist():
+        sampling = np.unique(runs.sample_seq)
+        for seq in sampling.tolist():
             slot, num_drafts = int(slots[seq]), int(resolved.num_drafts[seq])
             new = sampled[begin : begin + 1 + num_drafts]
             count = self._keep(slot, new, num_drafts)
             is_accepted[begin : begin + count] = True
             num_new[places[seq]] = count
-            proposed[places[seq]] = self._propose(slot)
             begin += 1 + num_drafts
+        proposed[places[sampling]] = self._propose(slots[sampling], runs, sampling)
         ahead = AheadResult(num_new, verified, proposed)
         token_ids = sampled[is_accepted]
         return lambda logprobs: Accepted(token_ids, logprobs[is_accepted], ahead)
@@ -233,17 +236,28 @@ class Carry:
         self._ended[slot] = len(stops) > 0 or length + count >= self._max_total[slot]
         return count
 
-    def _propose(self, slot: int) -> int:
-        """Ask for drafts behind a slot's tokens; returns how many there are."""
-        if self._drafter is None:
-            return 0
-        length = int(self._num_tokens[slot])
+    def _propose(self, slots: Int32, runs: StepPlan, seqs: Int32) -> Int32:
+        """Ask for drafts behind the tokens of `slots`, those of a plan's sequences `seqs`; int32
+        [n], how many there are."""
+        lengths = self._num_tokens[slots]
         # The last token of a request is never written, so no draft lies there or behind.
-        room = min(self._max_drafts, int(self._max_total[slot]) - 1 - length)
-        count = 0
-        if room > 0 and not self._ended[slot]:
-            drafts = self._drafter.propose(slot, self._tokens[slot, :length], room)[:room]
-            count = len(drafts)
-            self._tokens[slot, length : length + count] = drafts
-        self._num_drafts[slot] = count
-        return count
+        room = np.clip(self._max_total[slots] - 1 - lengths, 0, self._max_drafts)
+        room[self._ended[slots]] = 0
+        counts: Int32 = np.zeros_like(room)
+        asked = np.flatnonzero(room)
+        together: Int32 | None = None
+        if self._draft_head is not None and len(asked):
+            newest = self._tokens[slots[asked], lengths[asked] - 1]
+            states, most = runs.state_ids[seqs[asked]], int(room.max())
+            together = self._draft_head.propose(states, newest, lengths[asked] - 1, most)
+        for number, i in enumerate(asked.tolist()):
+            slot, length, drafts = int(slots[i]), int(lengths[i]), NO_TOKENS
+            if together is not None:
+                drafts = together[number]
+            elif self._drafter is not None:
+                drafts = self._drafter.propose(slot, self._tokens[slot, :length], int(room[i]))
+            drafts = drafts[: room[i]]
+            counts[i] = len(drafts)
+            self._tokens[slot, length : length + len(drafts)] = drafts
+        self._num_drafts[slots] = counts
+        return counts

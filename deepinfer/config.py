@@ -42,6 +42,8 @@ class EngineConfig:
         preemption: which running request gives way, a name in `deepinfer.scheduler.PREEMPTION`.
         fork_tail_copy: `always` copies the last block of a fork even if it is full (the engine of
             the book), `partial` only if rows will be written into it.
+        prefix_cache: whether blocks are found by what they hold, and shared by all requests whose
+            tokens begin alike.
         overlap: how many steps are planned before the last result is known, a name in
             `deepinfer.names.OVERLAPS`: `off`, `on` (one), `2`.
         drafts: most draft tokens that a step verifies for each request; 0 = none.
@@ -65,6 +67,7 @@ class EngineConfig:
     admission: str = "prompt"
     preemption: str = "newest"
     fork_tail_copy: str = "always"
+    prefix_cache: bool = False
     overlap: str = "off"
     drafts: int = 0
     drafter: str = "ngram"
@@ -76,6 +79,11 @@ class EngineConfig:
     def looks_ahead(self) -> bool:
         """Whether steps may be planned before the tokens they go on from are known."""
         return self.drafts > 0 or self.overlap != "off"
+
+    @property
+    def uses_draft_layers(self) -> bool:
+        """Whether the model's own draft layers propose; else they take no room."""
+        return self.drafts > 0 and self.drafter == "mtp"
 
     def check(self) -> None:
         """Raise UserError, naming the key, for a number that is of another type or out of range."""

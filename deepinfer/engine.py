@@ -96,6 +96,7 @@ class LLMEngine:
         runner: Runner | None = None,
         drafter: Drafter | None = None,
     ) -> None:
+        config.check()
         check_name("fence", config.fence, FENCES)
         check_name("overlap", config.overlap, OVERLAPS)
         self.max_in_flight = 1 + OVERLAPS.index(config.overlap)
@@ -111,9 +112,9 @@ class LLMEngine:
                 check_fits(model, config, self.device)
             self._set_up_host(block_manager, observers)
             self.device = self._checks.watch_device(self.device)
-            self.worker = Worker(
-                runner or self._load(weights), self.device, config.block_size, self._carry(drafter)
-            )
+            runner = runner or self._load(weights)
+            carry = self._carry(drafter, runner)
+            self.worker = Worker(runner, self.device, config.block_size, carry)
             self.device.synchronize()  # the pool was made on no stream of ours
         except BaseException:
             self.close()  # nobody else can: there is no engine to close
@@ -338,16 +339,19 @@ class LLMEngine:
                 f"and max_model_len {self.config.max_model_len}"
             )
 
-    def _carry(self, drafter: Drafter | None) -> Carry | None:
+    def _carry(self, drafter: Drafter | None, runner: Runner) -> Carry | None:
         """What steps hand on; None where each plan is complete."""
         config = self.config
         if self.pools.drafts is None:
             return None
+        draft_head = None
         if config.drafts and drafter is None:
-            drafter = make_drafter(config.drafter)
+            draft_head = runner.draft_head if isinstance(runner, HybridRunner) else None
+            drafter = None if draft_head is not None else make_drafter(config.drafter)
         num_slots = self.pools.drafts.slots.num_blocks
         sizes = num_slots, config.max_model_len, config.block_size
-        return Carry(*sizes, drafter if config.drafts else None, config.drafts)
+        drafter = drafter if config.drafts else None
+        return Carry(*sizes, drafter, config.drafts, draft_head)
 
     def _gap_ms(self, step: SubmittedStep) -> float | None:
         """How long the device had nothing to do before a step; None behind an idle engine."""

@@ -4,6 +4,8 @@
     lifo    pushed at the head, taken from the head   (the block freed last is used first)
     by_id   always the smallest id
 
+A fourth list, of pools that find blocks by what they hold, lets any id leave: `LinkedFreeList`.
+
 Knows ids only: not who owned a block nor why it came back. Several ids are pushed one by one in the
 order given, so pushing [7, 5, 4] under `lifo` leaves 4 at the head. Invariant: what was pushed and
 not yet taken is in the list exactly as often as it was pushed (uniqueness is the block manager's
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -139,6 +141,65 @@ class SortedFreeList:
         else:
             self._heap.extend(values)
             heapq.heapify(self._heap)
+
+
+class LinkedFreeList:
+    """Two queues, one behind the other, from whose middle any id leaves in O(1): a linked list.
+
+        head  -> [ front: ... ] -> [ back: ... ] ->  tail
+
+    An id joins the back queue at its tail, or, if `joins_front(id)` is true at that moment, the
+    front queue: at its tail, or with `stack` at its head. Ids leave at the head of the front queue
+    and, where that is empty, at the head of the back queue.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        joins_front: Callable[[int], bool] | None = None,
+        stack: bool = False,
+    ) -> None:
+        # Each queue is a ring through a node that is no id: 0, as in a table, and the capacity.
+        self._front, self._back = 0, capacity
+        self._next, self._prev = list(range(capacity + 1)), list(range(capacity + 1))
+        self._joins_front, self.is_stack = joins_front, stack
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[int]:
+        for end in (self._front, self._back):
+            block_id = self._next[end]
+            while block_id != end:
+                yield block_id
+                block_id = self._next[block_id]
+
+    def take_one(self) -> int:
+        block_id = self._next[self._front] or self._next[self._back]
+        self.remove(block_id)
+        return block_id
+
+    def take(self, count: int) -> Ids:
+        return np.array([self.take_one() for _ in range(count)], dtype=np.int32)
+
+    def remove(self, block_id: int) -> None:
+        """Take out an id that is in the list, wherever it stands."""
+        before, behind = self._prev[block_id], self._next[block_id]
+        self._next[before], self._prev[behind] = behind, before
+        self._size -= 1
+
+    def push(self, ids: Sequence[int] | Ids) -> None:
+        values = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        after, before, joins_front = self._next, self._prev, self._joins_front
+        for block_id in values:
+            end = self._front if joins_front is not None and joins_front(block_id) else self._back
+            left = end if self.is_stack and end == self._front else before[end]
+            right = after[left]
+            after[left] = before[right] = block_id
+            before[block_id], after[block_id] = left, right
+        self._size += len(values)
 
 
 def make_free_list(discipline: str, capacity: int) -> FreeList:

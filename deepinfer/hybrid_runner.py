@@ -16,8 +16,10 @@ from torch import Tensor
 from deepinfer.cache_engine import free_bytes, gib
 from deepinfer.config import EngineConfig
 from deepinfer.device.base import Device, Readback
+from deepinfer.drafters.base import DraftHead
 from deepinfer.errors import UserError
 from deepinfer.models.hybrid.cache import HybridCache
+from deepinfer.models.hybrid.drafting import Drafting, make_drafting
 from deepinfer.models.hybrid.geometry import Geometry
 from deepinfer.models.hybrid.layer_plan import HybridConfig
 from deepinfer.models.hybrid.layout import RingTags, StepLayout
@@ -39,7 +41,8 @@ def check_pools_fit(model_config: HybridConfig, config: EngineConfig, device: De
     uses it.
     """
     free = free_bytes(device)
-    geometry = Geometry.of(model_config, config.block_size)
+    served = model_config.served(config.uses_draft_layers)
+    geometry = Geometry.of(served, config.block_size)
     num_slots = num_state_slots(config.max_num_seqs, config.num_state_slots)
     needed = config.num_blocks * geometry.bytes_per_block + num_slots * geometry.bytes_per_slot
     if free is not None and needed > free:
@@ -61,6 +64,7 @@ class HybridRunner:
     Attributes:
         cache: both pools.
         network: the layers.
+        drafting: the draft layers; None where the engine does not ask them.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class HybridRunner:
         *,
         tags: bool = False,
     ) -> None:
+        model_config = model_config.served(engine_config.uses_draft_layers)
         geometry = Geometry.of(model_config, engine_config.block_size)
         num_slots = num_state_slots(engine_config.max_num_seqs, engine_config.num_state_slots)
         self.cache = device.run(
@@ -93,6 +98,17 @@ class HybridRunner:
             ),
             label="pack weights",
         )
+        self.drafting: Drafting | None = None
+        if model_config.draft is not None:
+            self.drafting = device.run(
+                lambda: make_drafting(model_config, weights, self.network, self.cache, device),
+                label="pack weights of draft layers",
+            )
+
+    @property
+    def draft_head(self) -> DraftHead | None:
+        """What proposes with `drafting`; None without it."""
+        return self if self.drafting is not None else None
 
     def copy_blocks(self, pairs: Int32) -> None:
         """Inside submitted work: see `worker.Runner`."""
@@ -134,7 +150,28 @@ class HybridRunner:
         layout = self._layouts.of(plan)
         wrong_rows = self._check(plan, layout)
         rows = None if tokens is None else self._device.upload(tokens)
-        return self.network.forward(layout, rows), wrong_rows
+        if self.drafting is None:
+            return self.network.forward(layout, rows), wrong_rows
+        taps = self.drafting.taps()
+        logits = self.network.forward(layout, rows, taps)
+        self._device.part("draft layers")
+        self.drafting.write(layout, taps)
+        return logits, wrong_rows
+
+    @torch.inference_mode()
+    def propose(
+        self, state_ids: Int32, token_ids: Int32, positions: Int32, num_drafts: int
+    ) -> Int32:
+        """Inside submitted work: see `drafters.base.DraftHead`."""
+        device, drafting = self._device, self.drafting
+        assert drafting is not None, "the engine was made to ask draft layers"
+        device.part("draft layers")
+        slots, newest, places = (
+            device.upload(array).long() for array in (state_ids, token_ids, positions)
+        )
+        drafts = drafting.propose(slots, newest, places, num_drafts)
+        found: Int32 = device.read(device.download(drafts.int()))
+        return found
 
     def _check(self, plan: StepPlan, layout: StepLayout) -> Callable[[], WrongRows]:
         """Compare the tags of what the step reads: prefixes if they are kept, else positions."""

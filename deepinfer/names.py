@@ -45,6 +45,7 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
     },
     "drafter": {
         "ngram": "what followed the last few tokens where they stood before (prompt lookup)",
+        "mtp": "what the model's own draft layers make of its last hidden state",
         "replay": "a reference run's tokens, wrong as often as the workload asks",
     },
     "overlap": {
@@ -63,6 +64,14 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "cpu-stepped": "torch on the CPU without threads: deterministic, runs when waited for",
         "cuda": "an NVIDIA GPU",
     },
+}
+
+# Of a pool that finds blocks by what they hold, beside the above. A plain pool refuses them: to it
+# all blocks are without a key, which leaves `reverse` at the tail or, by another name, `lifo`.
+KEYED_FREE_ORDERS: dict[str, str] = {
+    "reverse_unhashed_first": "blocks without a key first, then the others; each last block first",
+    "reverse_unhashed_head": "last block first; one without a key is handed out before all others",
+    "never_hit_first": "last block first; one never hit is handed out before all that were",
 }
 
 TITLES: dict[str, str] = {

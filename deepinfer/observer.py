@@ -62,6 +62,12 @@ class Observer:
     def pinned(self, ids: BlockIds) -> None:
         """Each block has one more owner."""
 
+    def hit(self, ids: BlockIds) -> None:
+        """Each block was found by what it holds and has one more owner, whatever its state was."""
+
+    def published(self, block_id: int) -> None:
+        """A block can be found by what it holds, until it is handed out again."""
+
     def released(self, table: BlockIds, ids: BlockIds, fenced: bool) -> None:
         """Each block of a table lost an owner, in the order `ids`; `fenced`: and got a fence."""
 

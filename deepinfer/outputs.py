@@ -205,6 +205,7 @@ class SchedulerCounters:
             free or the state of their parent had gone on too far.
         num_block_copies: blocks copied for forks and copy-on-write.
         num_state_copies: state slots copied for forks.
+        num_hit_blocks: blocks that admitted requests took over by what they hold.
         num_blocks_shrunk: blocks given back because drafts were rejected.
         num_held_back: times a running sequence sat out a step, waiting for withheld blocks.
         num_aborted: requests ended by `abort`.
@@ -219,6 +220,7 @@ class SchedulerCounters:
     num_stateless_forks: int = 0
     num_block_copies: int = 0
     num_state_copies: int = 0
+    num_hit_blocks: int = 0
     num_blocks_shrunk: int = 0
     num_held_back: int = 0
     num_aborted: int = 0

@@ -15,7 +15,10 @@ from deepinfer.block_manager import BlockManager
 from deepinfer.checks.blocks import observed
 from deepinfer.config import EngineConfig
 from deepinfer.draft_slots import DraftSlots
+from deepinfer.errors import UserError
+from deepinfer.names import KEYED_FREE_ORDERS
 from deepinfer.observer import Observer
+from deepinfer.prefix_cache import CachingBlockManager
 from deepinfer.records import RecordPool
 from deepinfer.release import ReleaseQueue
 from deepinfer.sizing import num_state_slots
@@ -49,7 +52,8 @@ class Pools:
     ) -> None:
         self._config = config
         self.queues: list[ReleaseQueue] = []
-        self.blocks, self.release = self._make("blocks", config.num_blocks, block_manager, observer)
+        kind = self._kind_of_blocks(block_manager, states)
+        self.blocks, self.release = self._make("blocks", config.num_blocks, kind, observer)
         self.states: StateSlots | None = None
         if states is not None:
             made = self._make("state slots", states.num_slots, block_manager, state_observer)
@@ -63,6 +67,21 @@ class Pools:
         records = self._make("output records", max_in_flight + 1)
         self.records = RecordPool(*records, config.max_num_seqs * (1 + config.drafts))
 
+    def _kind_of_blocks(
+        self, block_manager: type[BlockManager], states: StatePool | None
+    ) -> type[BlockManager]:
+        if not self._config.prefix_cache:
+            return block_manager
+        if states is not None:
+            raise UserError(
+                "prefix_cache: the requests of this model have state beside their blocks, and a "
+                "hit would lack it",
+                hint="leave prefix_cache off, or use a model without state",
+            )
+        if block_manager is not BlockManager:
+            raise UserError(f"prefix_cache: {block_manager.__name__} does not find blocks by key")
+        return CachingBlockManager
+
     def _make(
         self,
         things: str,
@@ -70,10 +89,12 @@ class Pools:
         block_manager: type[BlockManager] = BlockManager,
         observer: Observer | None = None,
     ) -> tuple[BlockManager, ReleaseQueue]:
-        config = self._config
+        config, free_order = self._config, self._config.free_order
+        if free_order in KEYED_FREE_ORDERS and things != "blocks":
+            free_order = "reverse"  # they look at keys, and nothing else has any
         pool = block_manager(
             size,
-            free_order=config.free_order,
+            free_order=free_order,
             discipline=config.discipline,
             seed=config.seed,
         )

@@ -75,7 +75,10 @@ def _write_back_ahead(seqs: SequenceTable, plan: StepPlan, result: StepResult) -
     seqs.num_in_flight_drafts[rows] -= ahead.num_drafts[alive]
     seqs.num_proposed_drafts[rows] = found.num_proposed[alive]
     # Of an open sequence the rows behind the accepted ones are bytes and nothing else.
-    computed = seqs.num_computed_tokens[rows] + num_new
+    before = seqs.num_computed_tokens[rows]
+    written = before + 1 + found.num_verified[alive]
+    seqs.num_written_tokens[rows] = np.maximum(seqs.num_written_tokens[rows], written)
+    computed = before + num_new
     seqs.num_computed_tokens[rows] = np.where(is_open, computed, plan.context_lens[alive])
     each = rows.repeat(num_new)
     starts = np.cumsum(num_new) - num_new

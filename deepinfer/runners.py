@@ -13,6 +13,7 @@ import torch
 from deepinfer.cache_engine import check_pool_fits
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.device.base import Device
+from deepinfer.errors import UserError
 from deepinfer.hybrid_runner import HybridRunner, check_pools_fit
 from deepinfer.model_runner import ModelRunner
 from deepinfer.models.hybrid.layer_plan import HybridConfig
@@ -46,9 +47,21 @@ def load_model(model: Model, device: Device) -> Weights:
 
 
 def check_fits(model: Model, config: EngineConfig, device: Device) -> None:
-    """Raise UserError if the pools of `config` need more memory than the device has free."""
+    """Raise UserError if the pools of `config` need more memory than the device has free, or if it
+    asks for drafts that the model has no layers or no room for."""
     if isinstance(model, HybridConfig):
+        if config.drafts > model.max_draft_tokens:
+            raise UserError(
+                f"drafts: {config.drafts}; the rings of this model have room for "
+                f"{model.max_draft_tokens} (max_draft_tokens)"
+            )
         check_pools_fit(model, config, device)
+    elif config.uses_draft_layers:
+        raise UserError(
+            f"drafter: {config.drafter!r} asks the model's own draft layers, and a Qwen3 model has "
+            "none",
+            hint="drafter: ngram",
+        )
     else:
         check_pool_fits(model, config.num_blocks, config.block_size, device)
 

@@ -13,6 +13,8 @@ changes nothing.
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,6 +32,8 @@ from deepinfer.outputs import SchedulerCounters
 from deepinfer.plan import Int32, Rows, StepPlan, StepResult
 from deepinfer.planning import PlanBuilder, split_budget
 from deepinfer.policies import ADMISSION, PREEMPTION, lifetime_blocks
+from deepinfer.prefix_cache import CachingBlockManager
+from deepinfer.prefix_reuse import NO_BLOCKS, PrefixReuse
 from deepinfer.release import Fence, ReleaseQueue
 from deepinfer.results import Commit, write_back
 from deepinfer.sequence import RowCounters, SamplingParams, Sequence, SequenceTable, blocks_for
@@ -90,6 +94,9 @@ class Scheduler:
             looks_ahead=self.looks_ahead,
         )
         self._tables = BlockTables(seqs, blocks, release)
+        self.reuse: PrefixReuse | None = None
+        if config.prefix_cache:
+            self.reuse = PrefixReuse(seqs, cast(CachingBlockManager, blocks), release)
         self._waiting = WaitingQueue()
         self._running: Rows = NO_ROWS  # by admission; a new array for every new set of rows
         self._live = LiveRequests()
@@ -170,6 +177,7 @@ class Scheduler:
             if self.release.observer is not None:
                 self.release.observer.forked(request_id, parent_id, seq.forked_table)
             if self.states is not None and num_pinned:
+                seq.num_written_tokens = self.seqs.state_end(parent.row)
                 self.states.fork(seq, parent)
             self.counters.num_stateless_forks += seq.num_computed_tokens < num_common
         return verdict
@@ -240,6 +248,9 @@ class Scheduler:
         if self.in_flight is not None and self.in_flight.step <= plan.step:
             self.in_flight = None
         commit = write_back(self.seqs, plan, result)
+        if self.reuse is not None:
+            rows = plan.rows[self.seqs.epochs[plan.rows] == plan.epochs]
+            self.reuse.publish(rows, self.in_flight)
         for seq, _ in commit.finished:
             self._give_up_row(seq, "finish")
             self._live.forget(seq)
@@ -366,8 +377,8 @@ class Scheduler:
 
     def _start(self, seq: Sequence) -> bool:
         """Give a waiting sequence its blocks, a state slot and a row, whole or not at all."""
-        reserved, split = self._reservation(seq), self._split(seq)
-        if not self.release.make_room(reserved - len(split.shared)):
+        reserved, split, hits = self._reservation(seq), self._split(seq), self._hits(seq)
+        if not self.release.make_room(self._num_new(reserved, split, hits)):
             self.counters.num_later_blocks += 1
             return False
         states = None if seq.state_id else self.states
@@ -378,6 +389,10 @@ class Scheduler:
         for pool in pools:
             self._tables.waits += pool.take(seq)
         keeps_reserve = self.config.admission == "lifetime"
+        if self.reuse is not None and len(hits):
+            self.reuse.take(seq, hits)
+            split = ForkSplit(hits, NO_BLOCKS, copies_tail=False)
+            self.counters.num_hit_blocks += len(hits)
         self._tables.start(seq, split, reserved, reserved if keeps_reserve else 0)
         self._waiting.remove(seq)
         self._plans.started(seq)
@@ -405,15 +420,14 @@ class Scheduler:
         self._waiting.add(seq)
         if self.states is not None and not self.states.slots.num_free:
             return Verdict.LATER
-        return self.blocks.can_allocate(self._reservation(seq) - len(self._split(seq).shared))
+        reserved, split, hits = self._reservation(seq), self._split(seq), self._hits(seq)
+        return self.blocks.can_allocate(self._num_new(reserved, split, hits))
 
     def _can_share(self, parent_row: int, num_tokens: int) -> bool:
         """Whether a fork can go on behind so many tokens of its parent: its blocks always can."""
         if self.states is None or not num_tokens:
             return True
-        seqs = self.seqs
-        written = seqs.num_computed_tokens[parent_row] + seqs.num_in_flight_tokens[parent_row]
-        return self.states.can_fork(int(written), num_tokens)
+        return self.states.can_fork(self.seqs.state_end(parent_row), num_tokens)
 
     @property
     def _num_short(self) -> int:
@@ -439,12 +453,21 @@ class Scheduler:
             copy_full_tail=decodes_at_once and self.config.fork_tail_copy == "always",
         )
 
+    def _hits(self, seq: Sequence) -> Int32:
+        """Blocks a waiting request could take over from those that others have published."""
+        return NO_BLOCKS if self.reuse is None else self.reuse.match(seq)
+
+    def _num_new(self, reserved: int, split: ForkSplit, hits: Int32) -> int:
+        """Free blocks that a request takes: new ones, and hits that nobody owns."""
+        num_blocks = reserved - len(split.shared)
+        return num_blocks if self.reuse is None else self.reuse.num_needed(num_blocks, hits)
+
     def _give_up_pins(self, seq: Sequence, pinned: Int32) -> None:
         """Of a request that has no row, and computes its own prompt if it still runs."""
         self.release.give_up(pinned, self.in_flight, owner=seq.request_id, path="unpin")
         if self.states is not None:
             self.states.give_up(seq, self.in_flight, "unpin")
-        seq.num_computed_tokens = 0
+        seq.num_computed_tokens = seq.num_written_tokens = 0
 
     def _give_up_row(self, seq: Sequence, path: str) -> None:
         self._running = self._running[self._running != seq.row]

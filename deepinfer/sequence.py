@@ -84,9 +84,11 @@ class Sequence:
         row: row in the sequence table, -1 while it has none.
         forked_table: int32, blocks a waiting fork has pinned; empty for all others.
         num_computed_tokens: rows of `forked_table` that are committed; 0 without one.
+        num_written_tokens: how far the state that a fork takes over was ever written.
         state_id: its state slot; 0 = none.
         draft_slot: its draft slot; 0 = none.
         num_preemptions: times its blocks were taken back.
+        block_keys: of its first full blocks, where blocks are found by what they hold.
     """
 
     request_id: str
@@ -98,9 +100,11 @@ class Sequence:
     row: int = -1
     forked_table: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
     num_computed_tokens: int = 0
+    num_written_tokens: int = 0
     state_id: int = 0
     draft_slot: int = 0
     num_preemptions: int = 0
+    block_keys: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -168,11 +172,13 @@ class SequenceTable:
         num_pending_tokens    tokens that steps in flight bring at most
         num_in_flight_drafts  drafts that steps in flight verify
         num_proposed_drafts   drafts that wait on the device, as of the last result
+        num_written_tokens    how far the state was ever written, as of the last result: rejected
+                              drafts too, and what the parent of a fork had written in it
 
     and `temperature` float32 [R], `seeds` int64 [R], `state_ids` and `draft_slots` int32 [R],
-    `token_ids` int32 and `logprobs` float32 [R, >= max_model_len], and `block_tables` int32
-    [R, max_blocks], 0 behind a table's last block. `sequences` object [R] has whoever owns each
-    row, or None.
+    `num_published_blocks` int32 [R], how many of its blocks others can find, `token_ids` int32 and
+    `logprobs` float32 [R, >= max_model_len], and `block_tables` int32 [R, max_blocks], 0 behind a
+    table's last block. `sequences` object [R] has whoever owns each row, or None.
     `tables_version` changes with every change of a block table.
     """
 
@@ -193,10 +199,12 @@ class SequenceTable:
         self.num_pending_tokens = np.zeros(rows, np.int32)
         self.num_in_flight_drafts = np.zeros(rows, np.int32)
         self.num_proposed_drafts = np.zeros(rows, np.int32)
+        self.num_written_tokens = np.zeros(rows, np.int32)
         self.temperature = np.zeros(rows, np.float32)
         self.seeds = np.zeros(rows, np.int64)
         self.state_ids = np.zeros(rows, np.int32)
         self.draft_slots = np.zeros(rows, np.int32)
+        self.num_published_blocks = np.zeros(rows, np.int32)
         # Rows a power of two apart share a few cache sets, and the cells a step touches would evict
         # one another: a line of padding makes a step of 4096 rows a fifth cheaper.
         width = max_model_len + CACHE_LINE_TOKENS
@@ -244,6 +252,11 @@ class SequenceTable:
             num_in_flight_tokens=np.zeros_like(in_flight),
         )
 
+    def state_end(self, row: int) -> int:
+        """How far the state of a row will ever have been written once nothing is in flight."""
+        end = self.num_computed_tokens[row] + self.num_in_flight_tokens[row]
+        return max(int(end), int(self.num_written_tokens[row]))
+
     def num_unsure(self, rows: Rows, ahead: RowCounters) -> Int32:
         """How many positions before those of `gather_ahead` each row may be, int32 [n].
 
@@ -260,6 +273,7 @@ class SequenceTable:
         count, sampling = seq.num_tokens, seq.sampling
         self.num_tokens[row] = count
         self.num_computed_tokens[row] = seq.num_computed_tokens
+        self.num_written_tokens[row] = seq.num_written_tokens
         self.max_total_tokens[row] = seq.max_total_tokens
         stop = sampling.stop_token_id
         self.stop_token_ids[row] = NO_STOP_TOKEN if stop is None else stop
@@ -267,6 +281,7 @@ class SequenceTable:
         self.seeds[row] = sampling.seed
         self.state_ids[row] = seq.state_id
         self.draft_slots[row] = seq.draft_slot
+        self.num_published_blocks[row] = 0
         self.token_ids[row, :count] = seq.token_ids
         self.logprobs[row, seq.num_prompt_tokens : count] = seq.logprobs
         self.block_tables[row, : len(table)] = table
@@ -292,7 +307,7 @@ class SequenceTable:
         self.epochs[row] += 1
         self.sequences[row] = None
         self._free_rows.append(row)
-        seq.row, seq.num_computed_tokens = -1, 0
+        seq.row, seq.num_computed_tokens, seq.num_written_tokens = -1, 0, 0
         return table
 
     def table(self, row: int) -> Int32:

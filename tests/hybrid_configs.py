@@ -73,6 +73,19 @@ def v41_raw(
     }
 
 
+def dspark(targets: Sequence[int], num_layers: int = 3) -> dict[str, Any]:
+    """Keys of V4.1 draft layers: a block of five, experts of another number than the model's."""
+    return {
+        "num_nextn_predict_layers": num_layers,
+        "dspark_block_size": 5,
+        "dspark_noise_token_id": 60,
+        "dspark_target_layer_ids": list(targets),
+        "dspark_markov_rank": 6,
+        "dspark_n_routed_experts": 4,
+        "dspark_num_experts_per_tok": 1,
+    }
+
+
 def v4_raw(
     *,
     ratios: tuple[int, int],

@@ -24,7 +24,9 @@ LAYERS = [
         *("deepinfer.observer", "deepinfer.sizing", "deepinfer.validity"),
     },
     {"deepinfer.block_manager", "deepinfer.sequence", "deepinfer.device", "deepinfer.drafters"},
+    {"deepinfer.prefix_cache"},
     {"deepinfer.checks"},
+    {"deepinfer.store"},
     {
         *("deepinfer.release", "deepinfer.fork", "deepinfer.policies", "deepinfer.planning"),
         *("deepinfer.cache_engine", "deepinfer.sampling", "deepinfer.waiting", "deepinfer.results"),
@@ -33,7 +35,7 @@ LAYERS = [
     {
         *("deepinfer.outputs", "deepinfer.models", "deepinfer.stopping", "deepinfer.block_tables"),
         *("deepinfer.state_slots", "deepinfer.lookahead", "deepinfer.carry"),
-        *("deepinfer.records", "deepinfer.draft_slots"),
+        *("deepinfer.records", "deepinfer.draft_slots", "deepinfer.prefix_reuse"),
     },
     {"deepinfer.scheduler", "deepinfer.pools"},
     {"deepinfer.worker"},
@@ -58,7 +60,11 @@ LAYERS = [
         *("bench.spec", "bench.arrivals", "bench.verify", "bench.verdicts"),
         *("bench.diff", "bench.history", "bench.json_schema"),
     },
-    {"bench.runner", "bench.labs", "bench.report", "bench.estimate", "bench.cache_geometry"},
+    {"bench.references"},
+    {
+        *("bench.runner", "bench.labs", "bench.report", "bench.estimate", "bench.cache_geometry"),
+        "bench.prefix_replay",
+    },
     {"bench.matrix", "bench.recording", "bench.power", "bench.probes", "bench.observer"},
     {"bench.instrument"},
     {"bench.commands"},
@@ -68,7 +74,8 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 HOST_CORE = [
     *("deepinfer", "deepinfer.errors", "deepinfer.names", "deepinfer.config", "deepinfer.plan"),
-    *("deepinfer.free_list", "deepinfer.block_manager", "deepinfer.release", "deepinfer.sequence"),
+    *("deepinfer.free_list", "deepinfer.block_manager", "deepinfer.prefix_cache"),
+    *("deepinfer.release", "deepinfer.sequence"),
     *("deepinfer.fork", "deepinfer.planning", "deepinfer.policies", "deepinfer.scheduler"),
     *(
         "deepinfer.live",
@@ -80,19 +87,22 @@ HOST_CORE = [
         "deepinfer.carry",
         "deepinfer.records",
         "deepinfer.draft_slots",
+        "deepinfer.prefix_reuse",
         "deepinfer.pools",
     ),
     *("deepinfer.outputs", "deepinfer.sizing", "deepinfer.validity"),
     *("deepinfer.drafters.base", "deepinfer.drafters.acceptance"),
     *("deepinfer.drafters.ngram", "deepinfer.drafters.replay"),
     *("deepinfer.models.hybrid.layer_plan", "deepinfer.models.hybrid.geometry"),
+    "deepinfer.models.hybrid.draft_plan",
     *("deepinfer.models.hybrid.released", "deepinfer.models.hybrid.stored"),
+    *("deepinfer.store.keys", "deepinfer.store.memory", "deepinfer.store.directory"),
 ]
 # What runs or measures a device may load torch; everything else of the toolkit may not.
 ON_DEVICE = {
     *("bench.runner", "bench.matrix", "bench.verify", "bench.labs", "bench.power"),
     *("bench.probes", "bench.collect", "bench.observer", "bench.instrument"),
-    *("bench.recording", "bench.dense"),
+    *("bench.recording", "bench.dense", "bench.references"),
 }
 
 

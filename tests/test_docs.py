@@ -20,12 +20,13 @@ import pytest
 from bench.catalog import find_profile, find_workload
 from bench.commands import cli, main
 from bench.commands.frame import PROGRAM
+from bench.commands.host_only import DEFAULTS, parse_setups
 from bench.commands.validate import _kind_of
 from bench.history import INDEX_FILE, History
 from bench.spec import load_profile, load_workload, parse_axes
 from bench.yaml_source import parse
 from deepinfer.errors import UserError
-from tests.bench.tiny import AZURE_ROWS
+from tests.bench.tiny import AZURE_ROWS, MOONCAKE_ROWS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -90,6 +91,9 @@ def check_names(params: dict[str, Any]) -> None:
         find_workload(params["workload"])
     if params.get("profile"):
         find_profile(params["profile"])
+    if params.get("host_only"):
+        parse_setups(**{key: params[key] for key in ("free_order", *DEFAULTS)})
+        return
     shorthands = [f"{key}={params[key]}" for key in ("release", "free_order") if params.get(key)]
     parse_axes([*params.get("axes", ()), *params.get("settings", ()), *shorthands])
 
@@ -161,11 +165,13 @@ def test_every_command_runs(
         shutil.copytree(saved, tmp_path / "results" / name)
     (tmp_path / "mine.yaml").write_text(MINE)
     (tmp_path / "AzureLLMInferenceTrace_code.csv").write_text("\n".join(AZURE_ROWS) + "\n")
+    for name in ("conversation", "synthetic"):
+        (tmp_path / f"{name}_trace.jsonl").write_text("\n".join(MOONCAKE_ROWS) + "\n")
     args = [INSTEAD.get(word, word) for word in words[1:]]
     if "plots.png" in args:
         pytest.importorskip("matplotlib")
     for name, options in CHEAPER.items():
-        if " ".join(args).startswith(name):
+        if " ".join(args).startswith(name) and "--host-only" not in args:
             args += options
     if "--max-time" in args:  # belongs to `-r auto`, which would take seven rounds
         del args[args.index("--max-time") : args.index("--max-time") + 2]

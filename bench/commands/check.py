@@ -11,6 +11,7 @@ import click
 from bench.commands.conformance import conformance
 from bench.commands.explore import explore
 from bench.commands.faults import faults
+from bench.commands.pools import with_pool
 
 if TYPE_CHECKING:
     from bench.instrument import Trials
@@ -125,7 +126,7 @@ def instrument(
     workload = load_workload(find_workload("fork-batch"))
     resolved = resolve(load_profile(find_profile(profile)), workload, Flags(seed=seed))
     rows = check_fake(trials, seed)
-    rows += check_engine(resolved, 2 if quick else 20, _say)
+    rows += check_engine(with_pool(resolved), 2 if quick else 20, _say)
     if format_name == "json":
         click.echo(json.dumps([dataclasses.asdict(row) for row in rows], allow_nan=False))
     else:
@@ -155,8 +156,8 @@ def observer(
     from bench.runner import Target
     from bench.spec import Flags, load_profile, resolve
 
-    resolved = resolve(
-        load_profile(find_profile(profile)), observer_workload(), Flags(device=device)
+    resolved = with_pool(
+        resolve(load_profile(find_profile(profile)), observer_workload(), Flags(device=device))
     )
     requests = build_requests(resolved.workload, resolved.seed, resolved.model.vocab_size, 0)
     target = Target(resolved)

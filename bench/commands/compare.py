@@ -7,6 +7,14 @@ from typing import Any
 import click
 
 from bench.commands.completion import complete_names, complete_setting, complete_workload
+from bench.commands.host_only import (
+    DEFAULTS,
+    HOST_ONLY_OPTIONS,
+    SHARED,
+    compare_host_only,
+    refuse_misplaced,
+)
+from bench.commands.inputs import with_options
 from bench.commands.measuring import measure, measuring_options
 from deepinfer.errors import UserError
 
@@ -41,6 +49,7 @@ def _refuse_record(ctx: click.Context, param: click.Parameter, value: str | None
     shell_complete=complete_names("free_order", several=True),
 )
 @measuring_options(rounds="auto")
+@with_options(HOST_ONLY_OPTIONS)
 @click.option("--record", hidden=True, expose_value=False, callback=_refuse_record)
 @click.pass_context
 def command(
@@ -50,6 +59,7 @@ def command(
     axes: tuple[str, ...],
     release: str | None,
     free_order: str | None,
+    host_only: bool,
     **options: Any,
 ) -> None:
     """Compare choices on WORKLOAD (a name of `list workloads`, or a YAML file).
@@ -61,8 +71,21 @@ def command(
       deepinfer-bench compare fork-batch --release deferred,polled --free-order reverse,forward
       deepinfer-bench compare mixed-chat -a block_size=16,128 -r 5
 
+    With --host-only a trace's blocks alone go through the pool, with prefixes reused: more free
+    orders, no model, seconds for thousands of requests; docs/prefix-reuse.md.
+
+    
+      deepinfer-bench compare mooncake --host-only --trace-file conversation_trace.jsonl
+          --free-order reverse,forward,reverse_unhashed_head --blocks 2000,8000 --hold 1,timed
+
     Exit code 1 if any answer was wrong, or a checker found something.
     """
+    refuse_misplaced(ctx, host_only=host_only)
+    own = {name: options.pop(name) for name in DEFAULTS}
+    if host_only:
+        kept = {name: options[name] for name in SHARED if name in options}
+        compare_host_only(workload, free_order=free_order, **kept, **own)
+        return
     given = {"release": release, "free_order": free_order}
     shorthands = tuple(f"{name}={values}" for name, values in given.items() if values is not None)
     ctx.exit(measure(workload, (*shorthands, *axes), **options))

@@ -75,10 +75,12 @@ def _print_sizing(profile_name: str, format_name: str) -> None:
     from bench.catalog import find_profile
     from bench.commands.geometry import render_sizing
     from bench.probes.sizing import measure_sizing
-    from bench.spec import load_profile
+    from bench.spec import PoolQuestion, engine_config, load_profile, model_config
 
     profile = load_profile(find_profile(profile_name))
-    click.echo(render_sizing(profile, measure_sizing(profile), format_name), nl=False)
+    engine = engine_config(profile.engine)
+    question = PoolQuestion(model_config(profile), engine, profile.device, profile.memory_bytes)
+    click.echo(render_sizing(profile, measure_sizing(question), format_name), nl=False)
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -73,12 +73,12 @@ def _sheet(rows: Sequence[Row], num_seeds: int) -> Sheet:
         f"in brackets, in how many of them, where not in all. Blank: never."
     )
     remarks += BLIND
-    found = [row for row in ordered if not row.is_clean and row.passed]
-    num_faults = sum(not row.is_clean for row in ordered)
-    silent = sum(row.is_clean and row.passed for row in ordered)
+    clean = [row for row in ordered if row.is_clean]
+    planted = {row.what for row in ordered if not row.is_clean}  # some in two models
+    missed = {row.what for row in failed if not row.is_clean}
     remarks.append(
-        f"{len(found)} of {num_faults} faults found; the clean engine is silent in {silent} of "
-        f"{len(rows) - num_faults} rows."
+        f"{len(planted - missed)} of {len(planted)} faults found; the clean engine is silent in "
+        f"{sum(row.passed for row in clean)} of {len(clean)} rows."
     )
     keys = ("name", "what", "report", "clean", "first_step", "num_found", "example", "passed")
     records = [

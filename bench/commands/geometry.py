@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from bench.cache_geometry import CacheGeometry
-from deepinfer.config import EngineConfig
-from deepinfer.models.hybrid.geometry import IDS, OPEN, OPEN_INDEX, POSITIONS, WINDOW
+from bench.schema import AUTO
+from bench.spec import UNMEASURED, engine_config
+from deepinfer.models.hybrid.geometry import (
+    IDS,
+    OPEN,
+    OPEN_INDEX,
+    POSITIONS,
+    STREAMS,
+    WINDOW,
+    Region,
+)
 
 if TYPE_CHECKING:
     from bench.probes.sizing import MeasuredSizing
@@ -26,6 +34,7 @@ _REGIONS = {
     OPEN: "open group, fp32",
     OPEN_INDEX: "open group of keys, fp32",
     IDS: "token ids, int64",
+    STREAMS: "streams",
     POSITIONS: "ring positions, int64",
 }
 
@@ -42,17 +51,14 @@ def render_geometry(cache: CacheGeometry, format_name: str) -> str:
 
 def render_sizing(profile: Profile, measured: MeasuredSizing, format_name: str) -> str:
     """The waterfall as `text` or `json`, ending with a line break."""
-    sizing, asked = measured.sizing, EngineConfig(**profile.engine.given()).num_blocks
+    sizing, asked = measured.sizing, engine_config(profile.engine).num_blocks
+    is_auto = asked == UNMEASURED
     if format_name == "json":
         document = {
             "profile": profile.name,
-            "lines": [{"name": name, "bytes": size} for name, size in sizing.lines],
-            "bytes_for_blocks": sizing.bytes_for_blocks,
-            "num_blocks": sizing.num_blocks,
-            "num_blocks_of_profile": asked,
-            "needs": asdict(measured.needs),
-            "steps": [list(step) for step in measured.steps],
-            "notes": list(measured.notes),
+            "num_blocks_of_profile": AUTO if is_auto else asked,
+            "fits": asked <= sizing.num_blocks,
+            **measured.to_dict(),
         }
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
     lines = [*sizing.lines, ("for blocks", sizing.bytes_for_blocks)]
@@ -63,11 +69,20 @@ def render_sizing(profile: Profile, measured: MeasuredSizing, format_name: str) 
     )
     remarks = [
         f"{sizing.num_blocks:,} blocks of {measured.needs.bytes_per_block:,} bytes fit, block 0 "
-        f"included; the profile has {asked:,}",
+        "and row tags included",
+        "the profile has auto: a run gets what fits" if is_auto else _compared(asked, measured),
         f"steps run: {steps}",
         *measured.notes,
     ]
     return _grid(("memory", "bytes", "MiB"), rows) + "\n\n" + "\n".join(remarks) + "\n"
+
+
+def _compared(asked: int, measured: MeasuredSizing) -> str:
+    """Whether a profile's own number fits."""
+    spare = measured.sizing.num_blocks - asked
+    if spare < 0:
+        return f"the profile has {asked:,}: does NOT fit, {-spare:,} too many"
+    return f"the profile has {asked:,}: fits"
 
 
 def _facts(cache: CacheGeometry) -> str:
@@ -91,12 +106,15 @@ def _facts(cache: CacheGeometry) -> str:
 
 
 def _pool(cache: CacheGeometry) -> str:
-    rows = [
-        (name, f"{number:,}", f"{each:,}", f"{total:,}", f"{total / MIB:,.1f}")
-        for name, number, each, total in cache.pool
-    ]
-    whole = sum(total for *_, total in cache.pool)
-    rows.append(("together", "", "", f"{whole:,}", f"{whole / MIB:,.1f}"))
+    rows, whole = [], 0
+    for name, number, each, total in cache.pool:
+        if number is None or total is None:
+            rows.append((name, AUTO, f"{each:,}", "-", "-"))
+            continue
+        rows.append((name, f"{number:,}", f"{each:,}", f"{total:,}", f"{total / MIB:,.1f}"))
+        whole += total
+    if cache.num_blocks is not None:
+        rows.append(("together", "", "", f"{whole:,}", f"{whole / MIB:,.1f}"))
     return _grid(("pool", "number", "bytes each", "bytes", "MiB"), rows)
 
 
@@ -116,14 +134,15 @@ def _paged(cache: CacheGeometry) -> str:
 
 def _slot(cache: CacheGeometry) -> str:
     rows = []
-    for _, found in groupby(
-        cache.slot, lambda part: (part.kind, part.num_rows, part.bytes_per_row, part.stored)
+    for (what, *_), found in groupby(
+        cache.slot,
+        lambda part: (_what(part), part.num_rows, part.bytes_per_row, part.stored),
     ):
         parts = list(found)
         first = parts[0]
         rows.append(
             (
-                _REGIONS[first.kind],
+                what,
                 _ranges(part.layer for part in parts if part.layer is not None),
                 f"{first.offset:,}",
                 f"{first.num_rows:,}",
@@ -134,6 +153,10 @@ def _slot(cache: CacheGeometry) -> str:
         )
     headers = ("regions of a slot", "layers", "offset", "rows", "bytes per row", "bytes of one")
     return _grid((*headers, "stored"), rows)
+
+
+def _what(region: Region) -> str:
+    return f"{_REGIONS[region.kind]}{', draft layers' if region.draft else ''}"
 
 
 def _ranges(layers: Iterable[int]) -> str:

@@ -6,7 +6,7 @@ not given leaves files and defaults alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -17,6 +17,7 @@ from bench.commands.completion import (
     complete_profile,
     complete_setting,
 )
+from bench.commands.pools import with_pool
 
 if TYPE_CHECKING:
     from bench.schema import Profile, Workload
@@ -86,8 +87,10 @@ def load_input(
     from bench.catalog import find_profile, find_workload
     from bench.spec import Flags, load_profile, load_workload
 
+    engine = _settings(settings)
     flags = Flags(
-        engine=_engine_flags(settings),
+        acceptance=engine.pop("acceptance", None),
+        engine=engine,
         seed=seed,
         device=device,
         trace_path=trace_file,
@@ -100,14 +103,14 @@ def load_input(
 
 
 def resolve_input(workload_name: str, **options: Any) -> Resolved:
-    """The one configuration that the values of `INPUT_OPTIONS` ask for."""
+    """The one configuration that the values of `INPUT_OPTIONS` ask for, its pool measured."""
     from bench.spec import resolve
 
-    return resolve(*load_input(workload_name, **options))
+    return with_pool(resolve(*load_input(workload_name, **options)))
 
 
-def _engine_flags(settings: Sequence[str]) -> Mapping[str, Any]:
-    """`["block_size=16"]` as typed engine settings."""
+def _settings(settings: Sequence[str]) -> dict[str, Any]:
+    """`["block_size=16"]` as typed settings."""
     from bench.spec import parse_axes
     from deepinfer.errors import UserError
 

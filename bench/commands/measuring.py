@@ -28,6 +28,7 @@ from bench.commands.planning import (
     refuse_used,
     show_plan,
 )
+from bench.commands.pools import what_auto_is, with_pools, with_stored_pools
 from bench.commands.progress import Progress
 
 if TYPE_CHECKING:
@@ -149,10 +150,13 @@ def measure(
     notes = parse_metadata(metadata)
     if output_dir is not None and not resume:
         refuse_used(output_dir)
+    if resume:
+        cells = with_stored_pools(cells, output_dir)
     kept = kept_of(output_dir, cells, num_rounds, notes) if resume else NOTHING_KEPT
     if dry_run:
         show_plan(cells, num_rounds, kept, RESULTS)
         return 0
+    cells, sizings = with_pools(cells)
     folder = output_dir or _new_folder(workload.name, cells[0].resolved.profile_name)
     num_left = num_rounds_left(cells, num_rounds, kept)
     stored_axes = {name: list(values) for name, values in parsed_axes.items()}
@@ -170,6 +174,8 @@ def measure(
             kept=kept,
             fail_fast=fail_fast,
             tag_warmup=checks != OFF,
+            sizings=sizings,
+            notes=what_auto_is(cells, sizings),
         ) as matrix,
         open_writer(folder, resume=resume) as writer,
     ):

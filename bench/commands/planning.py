@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bench.commands.duration import duration
+from bench.commands.pools import what_auto_will_be
 from deepinfer.errors import UserError
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ def show_plan(cells: Sequence[Cell], rounds: int, kept: Kept, results: Path) -> 
     click.echo(
         f"\n{amount}: about {duration(total_s)}, start and warm-ups not counted; nothing was run"
     )
+    if note := what_auto_will_be(cells):
+        click.echo(note)
 
 
 def _earlier(cell: Cell, results: Path) -> list[Any]:

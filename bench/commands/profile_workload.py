@@ -115,7 +115,11 @@ def _step_sheet(profile: StepProfile) -> Sheet:
         remarks=_step_remarks(profile),
         keys=STEP_KEYS,
         records=[asdict(row) for row in profile.rows],
-        facts={"policies": [asdict(policy) for policy in policies], "device": profile.device},
+        facts={
+            "policies": [asdict(policy) for policy in policies],
+            "gaps": [asdict(gap) for gap in profile.gaps],
+            "device": profile.device,
+        },
     )
 
 
@@ -132,6 +136,7 @@ def _step_remarks(profile: StepProfile) -> list[str]:
     means = "" if len(profile.policies) == 1 else "means and their share of the step's time; "
     return [
         *map(_policy_remark, profile.policies),
+        *(_gap_remark(profile, policy.release) for policy in profile.policies),
         f"us per step, {means}device {profile.device}, {profile.num_rounds} watched rounds",
         "host parts add up to the step, planning to commit; device parts run beside them, and idle "
         "is the time of the step in which no operation ran",
@@ -141,6 +146,18 @@ def _step_remarks(profile: StepProfile) -> list[str]:
         "submit and collect, the caller's own",
         *profile.notes,
     ]
+
+
+def _gap_remark(profile: StepProfile, release: str) -> str:
+    """The device's waits for the host, without overlap and with it."""
+    gaps = [
+        f"overlap {gap.overlap} {figure(gap.median_us, 1)} us, "
+        f"{figure(gap.median_percent, 2)} % of the step "
+        f"(median; {figure(gap.percent, 2)} % of all the time)"
+        for gap in profile.gaps
+        if gap.release == release
+    ]
+    return f"{release}: host gap between steps, not watched: {'; '.join(gaps)}"
 
 
 def _policy_remark(policy: PolicyFacts) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deepinfer.testing.oplog.log import OperationLog
     from deepinfer.testing.oplog.replay import Replay
 
-AXES = ("release", "free_order", "discipline", "fence", "num_blocks")
+AXES = ("release", "free_order", "discipline", "fence", "num_blocks", "num_state_slots")
 CHECKS = ("order", "conservation")
 EXPLORATION = re.compile(rb'\s*\{\s*"format":\s*"deepinfer-exploration"')
 CELLS_BESIDE = 5  # on paper
@@ -45,6 +45,15 @@ FIGURES = {
     "host_waits": "host waits",
     "stream_waits": "stream waits",
     "reuse_distance": "reuse distance",
+}
+# Of state slots, where the log has some: keys of a record, and of `FIGURES` what they are of slots.
+SLOT_FIGURES = {
+    "slots_allocated": ("slots handed out", "blocks_allocated"),
+    "slots_touched": ("distinct slots", "blocks_touched"),
+    "slots_withheld_peak": ("slots withheld peak", "withheld_peak"),
+    "slots_refused_while_withheld": ("slots refused while withheld", "refused_while_withheld"),
+    "slot_host_waits": ("host waits for slots", "host_waits"),
+    "slot_stream_waits": ("stream waits for slots", "stream_waits"),
 }
 LEGEND = (
     "withheld block-steps: blocks withheld as each step was queued, summed over the steps.",
@@ -173,6 +182,7 @@ def _cells(
     progress: str,
 ) -> list[tuple[dict[str, Any], Replay]]:
     """The values of each cell by axis, and its replay; the last axis varies fastest."""
+    from bench.schema import AUTO
     from bench.spec import parse_axes
     from deepinfer.block_manager import BlockManager
     from deepinfer.testing.oplog.figures import Progress
@@ -187,6 +197,10 @@ def _cells(
                 f"{choices(name, AXES)}"
             )
     values: dict[str, tuple[Any, ...]] = parse_axes(axes)
+    if AUTO in values.get("num_blocks", ()):
+        raise UserError(
+            "axis num_blocks: auto, and a log has no model to measure; expected numbers"
+        )
     makers = {name: block_manager(name) for name in managers}
     if makers:
         values["manager"] = tuple(makers)
@@ -197,6 +211,7 @@ def _cells(
         config = dataclasses.replace(
             log.config, **{name: value for name, value in cell.items() if name in AXES}
         )
+        config.check()
         shown = {"release": config.release, "free_order": config.free_order, **cell}
         maker = makers[cell["manager"]] if makers else BlockManager
         replay = Replay(config, make_blocks=maker, checks=checks, progress=parsed)
@@ -220,12 +235,14 @@ def _render(
 
 
 def _record(axes: Mapping[str, Any], replay: Replay) -> dict[str, Any]:
-    figures = replay.figures
+    figures, slots = replay.figures, replay.slot_figures
+    of_slots = {key: getattr(slots, of) for key, (_, of) in SLOT_FIGURES.items()}
     counts = {key: replay.findings.counts[finder] for key, (_, finder) in FOUND.items()}
     return {
         **axes,
         "unsafe": not replay.is_safe,
         **{key: getattr(figures, key) for key in FIGURES},
+        **(of_slots if slots.allocations else dict.fromkeys(SLOT_FIGURES)),
         **counts,
         "stopped": replay.stopped or None,
     }
@@ -239,7 +256,10 @@ def _sheet(
     """A column for each cell, for there are more figures than cells."""
     axes = list(cells[0][0])
     rows = [(name, *(_value(record, name) for record in records)) for name in axes]
-    shown = {**FIGURES, **{key: words for key, (words, _) in FOUND.items()}}
+    shown = dict(FIGURES)
+    if any(record["slots_allocated"] for record in records):
+        shown |= {key: words for key, (words, _) in SLOT_FIGURES.items()}
+    shown |= {key: words for key, (words, _) in FOUND.items()}
     for key, words in shown.items():
         decimals = 1 if key == "reuse_distance" else 0
         rows.append((words, *(figure(record[key], decimals) for record in records)))

@@ -16,6 +16,7 @@ experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,14 @@ from torch import Tensor
 
 from bench.dense.arithmetic import Note, best_of, linear, unit
 from bench.dense.hybrid_attention import DenseAttention, Published
-from deepinfer.models.hybrid.layer_plan import HybridConfig
-from deepinfer.models.hybrid.weights import EngramWeights, HybridWeights, MixWeights, MoeWeights
+from deepinfer.models.hybrid.layer_plan import HybridConfig, Layer
+from deepinfer.models.hybrid.weights import (
+    EngramWeights,
+    HybridWeights,
+    LayerWeights,
+    MixWeights,
+    MoeWeights,
+)
 
 
 def _ignore(name: str, value: Tensor) -> None:
@@ -87,40 +94,64 @@ class HybridDense:
     def hidden(self, token_ids: Tensor, note: Note = _ignore) -> Tensor:
         """[T, D]: the streams collapsed, before the last norm."""
         config, weights = self._config, self._weights
-        x = weights.embed[token_ids].to(self._dtype)
-        streams = x[:, None].repeat(1, config.hc_mult, 1)
-        pre = torch.zeros_like(streams[..., 0])
-        pre[:, 0] = 1
+        streams, pre = self.spread(token_ids)
         published = Published()
         for layer, own in zip(config.layers, weights.layers, strict=True):
             part = _prefixed(note, layer.index)
             if own.engram is not None and self._engram:
                 streams = streams + self._engrams(own.engram, token_ids, streams, part)
-            mix = self._mix(own.attn_mix, streams)
-            x = _collapse(streams, pre if config.single_pass else mix.pre)
-            y = self._attention.attend(
-                layer, own.attention, self._norm(x, own.attn_norm), published, part
-            )
-            part("attn_out", y)
-            streams, pre = _expand(streams, y, mix), mix.pre
-            mix = self._mix(own.ffn_mix, streams)
-            x = _collapse(streams, pre if config.single_pass else mix.pre)
-            y = self._moe(own.moe, self._norm(x, own.ffn_norm), token_ids, part)
-            streams, pre = _expand(streams, y, mix), mix.pre
+            part("input", streams)
+
+            def attend(x: Tensor, layer: Layer = layer, note: Note = part) -> Tensor:
+                own = weights.layers[layer.index].attention
+                return self._attention.attend(layer, own, x, published, note)
+
+            streams, pre = self.layer(own, attend, streams, pre, token_ids, part)
             part("streams", streams)
             if config.single_pass:
                 part("pre_next", pre)
-        if weights.hc_head is not None:
-            mixed = self._mix_logits(weights.hc_head, streams)
-            pre = torch.sigmoid(
-                mixed * weights.hc_head.scale.to(self._dtype) + weights.hc_head.base.to(self._dtype)
-            )
-            pre = pre + config.hc_eps
-        hidden = _collapse(streams, pre)
+        hidden = self.collapsed(streams, pre, weights.hc_head)
         note("final_collapsed", hidden)
         return hidden
 
+    def layer(
+        self,
+        own: LayerWeights,
+        attend: Callable[[Tensor], Tensor],
+        streams: Tensor,
+        pre: Tensor,
+        token_ids: Tensor,
+        note: Note = _ignore,
+    ) -> tuple[Tensor, Tensor]:
+        """The streams [T, S, D] behind a layer that has `attend` for its attention, and its mix."""
+        single_pass = self._config.single_pass
+        mix = self._mix(own.attn_mix, streams)
+        x = _collapse(streams, pre if single_pass else mix.pre)
+        y = attend(self._norm(x, own.attn_norm))
+        note("attn_out", y)
+        streams, pre = _expand(streams, y, mix), mix.pre
+        mix = self._mix(own.ffn_mix, streams)
+        x = _collapse(streams, pre if single_pass else mix.pre)
+        y = self._moe(own.moe, self._norm(x, own.ffn_norm), token_ids, note)
+        return _expand(streams, y, mix), mix.pre
+
+    def collapsed(self, streams: Tensor, pre: Tensor, own: MixWeights | None) -> Tensor:
+        """[T, D] of the streams behind a last layer: by V4's mix `own`, else by the last one."""
+        if own is not None:
+            mixed = self._mix_logits(own, streams)
+            mixed = mixed * own.scale.to(self._dtype) + own.base.to(self._dtype)
+            pre = torch.sigmoid(mixed) + self._config.hc_eps
+        return _collapse(streams, pre)
+
     # ---- hyper-connections ----
+
+    def spread(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Every stream an embedding [T, S, D], and the mix that reads the first one."""
+        x = self._weights.embed[token_ids].to(self._dtype)
+        streams = x[:, None].repeat(1, self._config.hc_mult, 1)
+        pre = torch.zeros_like(streams[..., 0])
+        pre[:, 0] = 1
+        return streams, pre
 
     def _mix_logits(self, own: MixWeights, streams: Tensor) -> Tensor:
         flat = streams.flatten(1)

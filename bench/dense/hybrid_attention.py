@@ -55,18 +55,9 @@ class DenseAttention:
         self, layer: Layer, own: AttentionWeights, x: Tensor, published: Published, note: Note
     ) -> Tensor:
         """[T, D] of the normed input [T, D]."""
-        config, num = self.config, len(x)
-        turn = self._rotation(layer)
-        positions = torch.arange(num, device=x.device)
-        latent_q = self._norm(linear(x, own.wq_a), own.q_norm)
-        q = linear(latent_q, own.wq_b).reshape(num, -1, config.head_dim)
-        if not config.single_pass:  # V4 norms each head
-            q = unit(q, config.rms_norm_eps)
-        q = turn(q, positions)
-        kv = self._norm(linear(x, own.wkv), own.kv_norm)
-        note("kv_prerope", kv)
-        window = self._stored("window", turn(kv, positions))
-        note("window_kv", window)
+        num, positions = len(x), torch.arange(len(x), device=x.device)
+        q, latent_q = self.queries(layer, own, x, positions)
+        window = self.window_rows(layer, own, x, positions, note)
         rows = window[:0]
         readable = torch.zeros(num, 0, dtype=torch.bool, device=x.device)
         if layer.source is not None:
@@ -83,7 +74,32 @@ class DenseAttention:
                 else published.selected[layer.selector]
             )
         out = self._read(q, window, rows, readable, own.sink.to(self.dtype))
-        out = turn(out, -positions).flatten(1)
+        return self.output(layer, own, out, positions)
+
+    def queries(
+        self, layer: Layer, own: AttentionWeights, x: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rotated queries [T, H, hd] of the normed input [T, D], and what they are made of."""
+        latent_q = self._norm(linear(x, own.wq_a), own.q_norm)
+        q = linear(latent_q, own.wq_b).reshape(len(x), -1, self.config.head_dim)
+        if not self.config.single_pass:  # V4 norms each head
+            q = unit(q, self.config.rms_norm_eps)
+        return self._rotation(layer)(q, positions), latent_q
+
+    def window_rows(
+        self, layer: Layer, own: AttentionWeights, x: Tensor, positions: Tensor, note: Note
+    ) -> Tensor:
+        """Rows [T, hd] of the layer's window, as a cache gives them back."""
+        kv = self._norm(linear(x, own.wkv), own.kv_norm)
+        note("kv_prerope", kv)
+        window = self._stored("window", self._rotation(layer)(kv, positions))
+        note("window_kv", window)
+        return window
+
+    def output(self, layer: Layer, own: AttentionWeights, out: Tensor, positions: Tensor) -> Tensor:
+        """[T, D] of what the heads have read, [T, H, hd]."""
+        config, num = self.config, len(out)
+        out = self._rotation(layer)(out, -positions).flatten(1)
         groups, rank = config.o_groups, config.o_lora_rank
         blocks = own.wo_a.to(self.dtype).reshape(groups, rank, -1)
         grouped = torch.einsum("tgi,goi->tgo", out.reshape(num, groups, -1), blocks)

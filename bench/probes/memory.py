@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.arrivals import RequestSpec
 from bench.collect.allocator import AllocatorCollector
 from bench.collect.nvml import NvmlCollector
 from bench.collect.process import ProcessCollector
@@ -125,9 +126,10 @@ def profile_memory(
     target = Target(resolved)
     try:
         history = None if snapshot is None else _AllocatorHistory(target, resolved.device)
-        engine = _MemoryEngine(resolved, target)
+        requests = draw_requests(resolved)
+        engine = _MemoryEngine(resolved, target, requests)
         with engine:
-            result = run_plain(resolved, target, draw_requests(resolved), engine)
+            result = run_plain(resolved, target, requests, engine)
         if history is not None and snapshot is not None:
             history.dump(snapshot)
         if not engine.samples:
@@ -149,9 +151,13 @@ def profile_memory(
 class _MemoryEngine(LLMEngine):
     """An engine that reads all layers behind each submit."""
 
-    def __init__(self, resolved: Resolved, target: Target) -> None:
+    def __init__(self, resolved: Resolved, target: Target, requests: list[RequestSpec]) -> None:
         super().__init__(
-            resolved.model, resolved.engine, device=target.device, weights=target.weights
+            resolved.model,
+            resolved.engine,
+            device=target.device,
+            weights=target.weights,
+            drafter=target.drafter(resolved, requests),
         )
         self.samples: list[MemorySample] = []
         self.reasons: dict[str, str] = {}
@@ -175,7 +181,7 @@ class _MemoryEngine(LLMEngine):
         super().close()
 
     def _take_sample(self, allocator: AllocatorCollector) -> None:
-        assert self._submitted is not None, "a step is in flight"
+        assert self._in_flight, "a step is in flight"
         figures: dict[str, Any] = {}
         for name, collector in (
             ("NVML", self._nvml),
@@ -187,13 +193,13 @@ class _MemoryEngine(LLMEngine):
             if reading.reason:
                 self.reasons.setdefault(name, reading.reason)
         cache, blocks = self.cache, self.blocks
-        started_ns = self._submitted.readings[0].at_ns
+        started_ns = self._in_flight[-1].readings[0].at_ns
         if not self.samples:
             self._first_ns = started_ns
         num_live = num_live_tokens(self)
         self.samples.append(
             MemorySample(
-                step=self._submitted.plan.step,
+                step=self._in_flight[-1].plan.step,
                 time_s=(started_ns - self._first_ns) / 1e9,
                 nvml_used=figures["nvml_used_bytes"],
                 nvml_process=figures["nvml_process_bytes"],

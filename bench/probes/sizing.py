@@ -4,6 +4,9 @@ The largest steps are run in an engine with a pool just large enough: as many to
 have, once in as few prompts as they fit and once in as many as may run. On a GPU NVML and torch's
 allocator say what that took; elsewhere the process's resident memory does, out of a budget.
 
+Each measurement for a run has a process of its own: libraries and memory that an earlier one left
+behind would make the second answer another one than the first.
+
 Knows devices and engines; `deepinfer.sizing` divides. Invariant: everything taken is given back,
 and the lines of the result add up to what there was.
 """
@@ -13,16 +16,19 @@ from __future__ import annotations
 import dataclasses
 import gc
 import re
+import signal
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from bench.cache_geometry import cache_geometry
+from bench.cache_geometry import cache_of
 from bench.collect.nvml import NvmlCollector
-from bench.schema import Profile
-from bench.spec import model_config
+from bench.spec import PoolQuestion
 from deepinfer.config import EngineConfig
 from deepinfer.device import open_device
 from deepinfer.device.base import Device
@@ -38,11 +44,11 @@ Steps = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSizing:
-    """What a profile could have.
+    """How many blocks there could be.
 
     Attributes:
         sizing: the waterfall and the number of blocks.
-        needs: of the model.
+        needs: of the model; a block has its row tags beside it.
         steps: prompt lengths of each step that was run.
         notes: what a reader must know of how it was measured.
     """
@@ -52,17 +58,47 @@ class MeasuredSizing:
     steps: Steps
     notes: tuple[str, ...]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Strict-JSON form."""
+        return {
+            "num_blocks": self.sizing.num_blocks,
+            "lines": [{"name": name, "bytes": size} for name, size in self.sizing.lines],
+            "bytes_for_blocks": self.sizing.bytes_for_blocks,
+            "needs": dataclasses.asdict(self.needs),
+            "steps": [list(step) for step in self.steps],
+            "notes": list(self.notes),
+        }
 
-def measure_sizing(profile: Profile) -> MeasuredSizing:
-    """Measure on the profile's device.
+
+def measure_apart(question: PoolQuestion) -> MeasuredSizing:
+    """`measure_sizing` in a new process.
+
+    Raises what that raises, and UserError if the process was ended from outside.
+    """
+    silent = (signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is this process's to tell of
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=signal.signal, initargs=silent
+    ) as process:
+        try:
+            return process.submit(measure_sizing, question).result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "num_blocks: auto: what measured it was ended from outside, as the system does "
+                "when memory runs out",
+                hint="less of max_num_batched_tokens or max_num_seqs, or a number of blocks",
+            ) from error
+
+
+def measure_sizing(question: PoolQuestion) -> MeasuredSizing:
+    """Measure on the device of the question, in this process.
 
     Raises UserError if there is no room for a block, or memory cannot be measured here.
     """
-    model, config = model_config(profile), EngineConfig(**profile.engine.given())
-    cache, steps = cache_geometry(profile), largest_steps(config)
-    device = open_device(profile.device)
+    model, config = question.model, question.engine
+    cache, steps = cache_of("", model, config), largest_steps(config)
+    device = open_device(question.device)
     try:
-        gauge = _gauge(device, profile.memory_bytes)
+        gauge = _gauge(device, question.memory_bytes)
         start = gauge.read(0)
         weights = device.run(lambda: load_model(model, device), label="weights")
         peak = _peak_activation(gauge, model, _room_for(config, steps), device, weights, steps)
@@ -72,7 +108,7 @@ def measure_sizing(profile: Profile) -> MeasuredSizing:
             peak_activation=peak,
             num_slots=cache.num_slots,
             bytes_per_slot=cache.bytes_per_slot,
-            bytes_per_block=cache.bytes_per_block,
+            bytes_per_block=cache.bytes_per_block + cache.tag_bytes_per_block,
         )
         return MeasuredSizing(size_pool(start, now, needs), needs, steps, gauge.notes)
     finally:
@@ -80,12 +116,15 @@ def measure_sizing(profile: Profile) -> MeasuredSizing:
 
 
 def largest_steps(config: EngineConfig) -> Steps:
-    """Prompt lengths of two steps of `max_num_batched_tokens`: the fewest prompts, and the most."""
+    """Prompt lengths of two steps of `max_num_batched_tokens`: the fewest prompts, and the most.
+
+    A request with drafts has logits of each of them: it counts as so many prompts more.
+    """
     budget, longest = config.max_num_batched_tokens, config.max_model_len - 1
-    fewest = min(-(-budget // longest), config.max_num_seqs)
+    most = min(config.max_num_seqs * (1 + config.drafts), budget)
+    fewest = min(-(-budget // longest), most)
     return tuple(
-        _shared_out(min(budget, count * longest), count)
-        for count in dict.fromkeys((fewest, config.max_num_seqs))
+        _shared_out(min(budget, count * longest), count) for count in dict.fromkeys((fewest, most))
     )
 
 
@@ -95,9 +134,16 @@ def _shared_out(total: int, count: int) -> tuple[int, ...]:
 
 
 def _room_for(config: EngineConfig, steps: Steps) -> EngineConfig:
-    """The same engine with a pool for one of these steps at a time, and no checkers."""
+    """The same engine with pools for one of these steps at a time; no drafts, no checkers."""
     blocks = max(sum(-(-(length + 1) // config.block_size) for length in step) for step in steps)
-    return dataclasses.replace(config, num_blocks=blocks + 1, checks="off")
+    return dataclasses.replace(
+        config,
+        num_blocks=blocks + 1,
+        max_num_seqs=max(map(len, steps)),
+        num_state_slots=0,
+        drafts=0,
+        checks="off",
+    )
 
 
 def _peak_activation(

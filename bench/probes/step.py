@@ -1,9 +1,13 @@
 """Where one step's time goes, on the host and on the device, under each release policy.
 
-Each round runs twice, once watched and once not, in alternating order: the watched rounds give the
-parts, and the pairs say what watching costs. Knows the phases of a step; knows no output format.
-Invariant: a step's host parts add up to its time from planning to commit, to the nanosecond; its
-device parts add up to no more than that, and `idle` is the rest.
+Each round runs three times, in alternating order: watched and not, which gives the parts and says
+what watching costs, and once with the next step planned ahead. The two that nobody watches say how
+long the device waits for the host with and without. Parts are those of a step by itself, so only
+that one round runs with `overlap`.
+
+Knows the phases of a step; knows no output format. Invariant: a step's host parts add up to its
+time from planning to commit, to the nanosecond; its device parts add up to no more than that, and
+`idle` is the rest.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
+from bench.metrics import host_gap
 from bench.probes.watch import WAIT, Operation, Span, Upload
 from bench.probes.watched_engine import (
     Watched,
@@ -24,6 +29,7 @@ from bench.probes.watched_engine import (
     run_watched,
 )
 from bench.runner import RoundResult, Target
+from bench.samples import StepRecord
 from bench.spec import Resolved
 from bench.stats import Estimate, median, paired_ratio, percentile
 from deepinfer.device.base import COMPUTE
@@ -65,7 +71,7 @@ class PolicyFacts:
         num_steps: watched.
         step_us: mean time of a watched step, planning to commit.
         observer: period of watched steps over that of others; None where a round has one step only.
-        num_wrong: requests with wrong tokens, of one watched round.
+        num_wrong: requests with wrong tokens, of one watched round and one planned ahead.
         clock_error_us, drift_us: of device times against the host's clock, the largest.
     """
 
@@ -80,10 +86,29 @@ class PolicyFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class GapRow:
+    """How long the device waits for the host between two steps, under one policy.
+
+    Attributes:
+        overlap: `off` or `on`.
+        median_us: None, like the others, where no step follows another.
+        percent: of the time of all steps and gaps, so what once held the device up counts in full.
+        median_percent: of the time of one step and its gap.
+    """
+
+    release: str
+    overlap: str
+    median_us: float | None
+    percent: float | None
+    median_percent: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class StepProfile:
     """All figures of one run; `notes` say what was done to its input."""
 
     rows: tuple[StepRow, ...]
+    gaps: tuple[GapRow, ...]
     policies: tuple[PolicyFacts, ...]
     device: str
     num_rounds: int
@@ -97,13 +122,14 @@ def profile_steps(
     num_rounds: int,
     on_probe: Callable[[str], None] = lambda name: None,
 ) -> StepProfile:
-    """Run the workload `num_rounds` times watched and as often not, under each policy in turn.
+    """Run the workload `num_rounds` times in each of the three ways, under each policy in turn.
 
     One round of each policy warms up. `on_probe` is told what runs next.
     """
     target = Target(resolved)
     try:
-        contests = [_Contest(with_release(resolved, name), target) for name in releases]
+        alone = with_engine(resolved, overlap="off")
+        contests = [_Contest(with_engine(alone, release=name), target) for name in releases]
         for contest in contests:
             on_probe(f"{contest.release}: warm-up")
             contest.warm_up()
@@ -116,6 +142,7 @@ def profile_steps(
         target.close()
     return StepProfile(
         rows=tuple(row for contest in contests for row in contest.rows()),
+        gaps=tuple(row for contest in contests for row in contest.gaps()),
         policies=facts,
         device=resolved.device,
         num_rounds=num_rounds,
@@ -123,13 +150,13 @@ def profile_steps(
     )
 
 
-def with_release(resolved: Resolved, release: str) -> Resolved:
-    """The same under another release policy."""
-    return replace(resolved, engine=replace(resolved.engine, release=release))
+def with_engine(resolved: Resolved, **settings: str) -> Resolved:
+    """The same with other choices of the engine."""
+    return replace(resolved, engine=replace(resolved.engine, **settings))  # type: ignore[arg-type]
 
 
 class _Contest:
-    """One policy's rounds, watched and not."""
+    """One policy's rounds: watched, not watched, and planned ahead."""
 
     def __init__(self, resolved: Resolved, target: Target) -> None:
         self.release = resolved.engine.release
@@ -138,6 +165,7 @@ class _Contest:
         self._requests = draw_requests(resolved)
         self._steps: list[StepTimes] = []
         self._periods: tuple[dict[int, float], dict[int, float]] = ({}, {})  # not, and watched
+        self._plain: dict[str, list[StepRecord]] = {"off": [], "on": []}  # by overlap
         self._num_wrong = 0
         self._clock_error_us = self._drift_us = 0.0
 
@@ -147,26 +175,38 @@ class _Contest:
 
     def run(self, index: int) -> None:
         """Run a round of each kind; which goes first alternates."""
-        for watched in (False, True) if index % 2 else (True, False):
-            result = self._run_watched(index) if watched else self._run_plain()
-            period = step_period_s(result)
-            if period is not None:
-                self._periods[watched][index] = period
+        ways: list[Callable[[int], None]] = [self._run_watched, self._run_alone, self._run_ahead]
+        for run in reversed(ways) if index % 2 else ways:
+            run(index)
 
-    def _run_plain(self) -> RoundResult:
-        return run_plain(self._resolved, self._target, self._requests)
+    def _run_alone(self, index: int) -> None:
+        result = run_plain(self._resolved, self._target, self._requests)
+        self._plain["off"] += result.steps
+        self._note_period(result, index, watched=False)
 
-    def _run_watched(self, index: int) -> RoundResult:
+    def _run_ahead(self, index: int) -> None:
+        ahead = with_engine(self._resolved, overlap="on")
+        result = run_plain(ahead, self._target, self._requests)
+        self._plain["on"] += result.steps
+        if index == 0:
+            self._num_wrong += num_wrong(ahead, self._target, result)
+
+    def _note_period(self, result: RoundResult, index: int, *, watched: bool) -> None:
+        period = step_period_s(result)
+        if period is not None:
+            self._periods[watched][index] = period
+
+    def _run_watched(self, index: int) -> None:
         watched = run_watched(self._resolved, self._target, self._requests)
         if not watched.steps:
             raise nothing_ran(self._resolved)
         if index == 0:
-            self._num_wrong = num_wrong(self._resolved, self._target, watched.result)
+            self._num_wrong += num_wrong(self._resolved, self._target, watched.result)
         device = watched.device
         self._clock_error_us = max(self._clock_error_us, device.clock_error_ns / NS_PER_US)
         self._drift_us = max(self._drift_us, abs(device.drift_ns) / NS_PER_US)
         self._steps += step_times(watched)
-        return watched.result
+        self._note_period(watched.result, index, watched=True)
 
     def facts(self) -> PolicyFacts:
         """What the rounds say besides the parts."""
@@ -185,6 +225,14 @@ class _Contest:
     def _step_us(self) -> float:
         return fmean(sum(times[HOST, part] for part in HOST_PARTS) for times in self._steps)
 
+    def gaps(self) -> list[GapRow]:
+        """The device's waits for the host, without overlap and with it."""
+        rows = []
+        for overlap, steps in self._plain.items():
+            gap_us, percent = (metric.value for metric in host_gap(steps))
+            rows.append(GapRow(self.release, overlap, gap_us, percent, gap_share(steps)))
+        return rows
+
     def rows(self) -> list[StepRow]:
         """A row for each part."""
         rows, step_us = [], self._step_us()
@@ -199,6 +247,17 @@ class _Contest:
                     StepRow(self.release, where, part, mean, middle, p99, share=mean / step_us)
                 )
         return rows
+
+
+def gap_share(steps: Sequence[StepRecord]) -> float | None:
+    """Median over the steps of the gap before a step, in percent of both together."""
+    return median(
+        [
+            100 * s.gap_us / (s.gap_us + s.device_ms * 1e3)
+            for s in steps
+            if s.gap_us is not None and s.device_ms
+        ]
+    )
 
 
 def step_period_s(result: RoundResult) -> float | None:

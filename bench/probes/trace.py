@@ -142,7 +142,7 @@ def trace_events(watched: Watched) -> list[Event]:
     """The events of a round, sorted by time. Places its operations: call it once."""
     origin_ns = watched.steps[0].stats.start_ns
     events = [
-        *(event for step in watched.steps for event in _host_slices(step)),
+        *(event for step in watched.steps for event in _host_slices(step, ahead=watched.ahead)),
         *_stream_slices(watched),
         *_pool_slices(watched.changes),
         *reuse_flows(watched.changes),
@@ -191,18 +191,30 @@ def _slice(span: Span, tid: int, *, pid: int = ENGINE, cat: str, **args: Any) ->
     }
 
 
-def _host_slices(step: WatchedStep) -> Iterator[Event]:
-    """The step, its phases, and inside these the uploads and waits."""
+def _host_slices(step: WatchedStep, *, ahead: bool) -> Iterator[Event]:
+    """The step, its phases, and inside these the uploads and waits.
+
+    Where others are planned meanwhile a step has two slices: until it is queued, and its result.
+    """
     stats, moments = step.stats, step.stats.moments
-    yield _slice(
-        Span(f"step {stats.step}", moments.started, moments.committed),
-        HOST,
-        cat="step",
-        num_tokens=stats.num_tokens,
-        num_seqs=stats.num_seqs,
-        num_copies=stats.num_copies,
-    )
-    for name, start_ns, end_ns in zip(PHASES, moments[:-1], moments[1:], strict=True):
+    name, phases = f"step {stats.step}", list(zip(PHASES, moments[:-1], moments[1:], strict=True))
+    wholes = [Span(name, moments.started, moments.committed)]
+    if ahead:
+        wholes = [
+            Span(f"{name}: submit", moments.started, moments.released),
+            Span(f"{name}: result", moments.collecting, moments.committed),
+        ]
+        phases = [phase for phase in phases if phase[0] != "caller"]
+    for whole in wholes:
+        yield _slice(
+            whole,
+            HOST,
+            cat="step",
+            num_tokens=stats.num_tokens,
+            num_seqs=stats.num_seqs,
+            num_copies=stats.num_copies,
+        )
+    for name, start_ns, end_ns in phases:
         yield _slice(Span(name, start_ns, end_ns), HOST, cat="phase", step=stats.step)
     for wait in step.host_waits:
         if not moments.collecting <= wait.start_ns < moments.arrived:  # that one is a phase

@@ -7,11 +7,12 @@ nothing, so a watched engine emits the tokens of an unwatched one.
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bench.arrivals import RequestSpec, build_requests
-from bench.probes.watch import Annotate, Operation, Span, WatchedDevice, no_annotation
+from bench.probes.watch import Annotate, Notes, Operation, Span, WatchedDevice, no_annotation
 from bench.runner import Round, RoundResult, Target
 from bench.spec import Resolved
 from deepinfer.block_manager import BlockIds, BlockManager
@@ -96,35 +97,55 @@ class WatchedStep:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """All of one round."""
+    """All of one round; `ahead`: whether steps were planned while others ran."""
 
     device: WatchedDevice
     steps: list[WatchedStep]
     changes: list[PoolChange]
     result: RoundResult
+    ahead: bool = False
 
 
 class WatchedEngine(LLMEngine):
     """An engine on a `WatchedDevice`, with the notes of each step in `steps`."""
 
     def __init__(
-        self, resolved: Resolved, target: Target, annotate: Annotate = no_annotation
+        self,
+        resolved: Resolved,
+        target: Target,
+        requests: list[RequestSpec],
+        annotate: Annotate = no_annotation,
     ) -> None:
         self.watch = WatchedDevice(target.device, annotate)
         self.steps: list[WatchedStep] = []
+        self._submitted: deque[Notes] = deque()  # of steps that are in flight
         super().__init__(
             resolved.model,
             resolved.engine,
             device=self.watch,
             weights=target.weights,
             block_manager=WatchedBlocks,
+            drafter=target.drafter(resolved, requests),
         )
+
+    def submit(self) -> bool:
+        """As `LLMEngine.submit`."""
+        submitted = super().submit()
+        if submitted:
+            self._submitted.append(self.watch.take_notes())
+        return submitted
 
     def collect(self) -> StepOutput:
         """As `LLMEngine.collect`."""
         output = super().collect()
-        notes = self.watch.take_notes()
-        self.steps.append(WatchedStep(output.stats, notes.operations, notes.host_waits))
+        first, then = self._submitted.popleft(), self.watch.take_notes()
+        self.steps.append(
+            WatchedStep(
+                output.stats,
+                first.operations + then.operations,
+                first.host_waits + then.host_waits,
+            )
+        )
         return output
 
     @property
@@ -157,10 +178,11 @@ def run_watched(
     annotate: Annotate = no_annotation,
 ) -> Watched:
     """A round on a watched engine, its device times ready to be placed."""
-    engine = WatchedEngine(resolved, target, annotate)
+    engine = WatchedEngine(resolved, target, requests, annotate)
     result = run_plain(resolved, target, requests, engine)
     engine.watch.stop()
-    return Watched(engine.watch, engine.steps, engine.changes, result)
+    ahead = engine.max_in_flight > 1
+    return Watched(engine.watch, engine.steps, engine.changes, result, ahead)
 
 
 def nothing_ran(resolved: Resolved) -> UserError:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from bench.report.table import Column, Row, Table
 from bench.stats import CONFIDENCE, MARGIN, signed_rank_cut
+from deepinfer.config import MAX_DRAFTS
 
 # Paragraphs of sentences, each with the columns it explains.
 _SENTENCES: tuple[tuple[tuple[tuple[str, ...], str], ...], ...] = (
@@ -22,6 +23,11 @@ _SENTENCES: tuple[tuple[tuple[tuple[str, ...], str], ...], ...] = (
         ),
         (("itl_ms_p99",), "ITL: each gap between two tokens."),
         (
+            ("itl_delivery_ms_p99",),
+            "ITL delivery: each gap between two steps that brought a request tokens; those of one "
+            "step have none between them.",
+        ),
+        (
             ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p99"),
             "Percentiles are nearest-rank, over completed requests.",
         ),
@@ -30,6 +36,30 @@ _SENTENCES: tuple[tuple[tuple[tuple[str, ...], str], ...], ...] = (
         (("step_ms_p50",), "step: host time plus waits of one step."),
         (("host_us_per_step",), "host: median without waits."),
         (("wait_us_per_step",), "wait: mean time the host was blocked by the release policy."),
+        (
+            ("gap_us", "gap_percent"),
+            "gap: how long the device had nothing to do between two steps; the median, and the "
+            "share of the time of steps and gaps.",
+        ),
+    ),
+    (
+        (
+            ("acceptance_length",),
+            "acceptance length: 1 + accepted drafts by requests with drafts, step by step.",
+        ),
+        (
+            tuple(f"acceptance_{k}" for k in range(1, MAX_DRAFTS + 1)),
+            "accept at k: share of the k-th drafts that were accepted.",
+        ),
+        (("draft_rows_rejected",), "rows rejected: rows computed for drafts and thrown away."),
+        (
+            ("ahead_blocks_peak", "ahead_blocks_mean"),
+            "ahead: blocks held for tokens the host did not know yet, while a step was in flight.",
+        ),
+        (
+            ("draft_blocks_peak",),
+            "drafts' peak: those of them that only drafts asked for, the most at once.",
+        ),
     ),
 )
 _MEDIANS = {
@@ -39,11 +69,15 @@ _MEDIANS = {
     "later_blocks": "LATER",
     "later_slots": "LATER",
     "preemptions": "preemptions",
+    "drafts_proposed": "drafts",
+    "drafts_accepted": "drafts",
+    "draft_rows_rejected": "rows rejected",
+    "blocks_shrunk": "blocks shrunk",
 }
 _PEAKS = {
     "withheld_blocks_peak": "withheld peak",
-    "held_blocks_peak": "blocks and slots held",
-    "held_slots_peak": "blocks and slots held",
+    "held_blocks_peak": "blocks held",
+    "held_slots_peak": "slots held",
     "withheld_slots_peak": "slots withheld",
     "nvml_used_mib": "memory",
     "torch_peak_mib": "memory",

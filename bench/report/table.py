@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from bench.metrics import CellMetrics, Metric, compute_metrics
 from bench.report.notes import build_notes
-from bench.samples import RunRecord, Samples
+from bench.samples import CellRecord, RunRecord, Samples
 from bench.stats import Judgement
 from bench.verdicts import judge_cells
 
@@ -69,13 +69,33 @@ METRIC_COLUMNS = (
     Column("torch_peak_mib", "torch peak\nMiB", "number"),
     Column("process_rss_mib", "RSS\nMiB", "number"),
 )
+_HELD_BLOCKS = Column("held_blocks_peak", "blocks\nheld peak", "count")
 # Blocks and state slots apart, of models that have both; beside the columns above.
 SLOT_COLUMNS = (
-    Column("held_blocks_peak", "blocks\nheld peak", "count"),
+    _HELD_BLOCKS,
     Column("held_slots_peak", "slots\nheld peak", "count"),
     Column("withheld_slots_peak", "slots\nwithheld peak", "count"),
     Column("later_blocks", "LATER\nblocks", "count"),
     Column("later_slots", "LATER\nslots", "count"),
+)
+# Where some cell plans ahead (`overlap`, drafts): what that is for, and what it holds.
+GAP_COLUMNS = (Column("gap_us", "gap\nus", "number"), Column("gap_percent", "gap\n%", "number"))
+AHEAD_COLUMNS = (
+    _HELD_BLOCKS,
+    Column("ahead_blocks_peak", "ahead\npeak", "count"),
+    Column("ahead_blocks_mean", "ahead\nmean", "number"),
+)
+# Where some cell has drafts; `acceptance_K` for as many positions as there are.
+DRAFT_COLUMNS = (
+    Column("itl_delivery_ms_p99", "ITL p99\ndelivery ms", "number"),
+    Column("drafts_proposed", "drafts\nproposed", "count"),
+    Column("drafts_accepted", "drafts\naccepted", "count"),
+    Column("acceptance_length", "acceptance\nlength", "number"),
+)
+DRAFT_BLOCK_COLUMNS = (
+    Column("draft_blocks_peak", "drafts'\npeak", "count"),
+    Column("blocks_shrunk", "blocks\nshrunk", "count"),
+    Column("draft_rows_rejected", "rows\nrejected", "count"),
 )
 FIRST_AXES = ("release", "free_order")
 
@@ -182,11 +202,33 @@ def _axis_columns(samples: Samples) -> tuple[Column, ...]:
 
 
 def _metric_columns(samples: Samples) -> tuple[Column, ...]:
-    """All figures there are; those of state slots behind the block's, where slots were counted."""
-    if not any("num_state_slots" in r.counters for r in samples.rounds):
-        return METRIC_COLUMNS
-    at = 1 + [column.key for column in METRIC_COLUMNS].index("later")
-    return (*METRIC_COLUMNS[:at], *SLOT_COLUMNS, *METRIC_COLUMNS[at:])
+    """All figures there are; those of slots, look-ahead and drafts where some cell has these."""
+    engines = [_engine_settings(samples, cell) for cell in samples.cells]
+    num_drafts = max((engine.get("drafts", 0) for engine in engines), default=0)
+    ahead = num_drafts or any(engine.get("overlap", "off") != "off" for engine in engines)
+    rates = tuple(
+        Column(f"acceptance_{k}", f"accept\nat {k}", "number") for k in range(1, num_drafts + 1)
+    )
+    has_slots = any("num_state_slots" in r.counters for r in samples.rounds)
+    behind = {
+        "itl_ms_p99": (*DRAFT_COLUMNS, *rates) if num_drafts else (),
+        "wait_us_per_step": GAP_COLUMNS if ahead else (),
+        "withheld_block_ms": (
+            *(AHEAD_COLUMNS if ahead else ()),
+            *(DRAFT_BLOCK_COLUMNS if num_drafts else ()),
+        ),
+        "later": SLOT_COLUMNS if has_slots else (),
+    }
+    columns = (
+        shown for column in METRIC_COLUMNS for shown in (column, *behind.get(column.key, ()))
+    )
+    return tuple(dict.fromkeys(columns))
+
+
+def _engine_settings(samples: Samples, cell: CellRecord) -> dict[str, Any]:
+    """The engine's settings in one cell, as far as the file has them."""
+    shared = samples.run.config.get("engine", {})
+    return {**shared, **cell.axes}
 
 
 def _row(

@@ -6,16 +6,21 @@ a change once it is made; a call the manager refuses is not heard of.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from deepinfer.block_manager import BlockIds, BlockManager
 from deepinfer.free_list import Ids
 from deepinfer.observer import Observer
+from deepinfer.prefix_cache import CachingBlockManager, Key
 
 
 def observed(blocks: BlockManager, observer: Observer | None) -> BlockManager:
     """The block manager to use instead of `blocks`, so that `observer` is told, if there is one."""
-    return blocks if observer is None else cast(BlockManager, ObservedBlocks(blocks, observer))
+    if observer is None:
+        return blocks
+    kind = ObservedCache if isinstance(blocks, CachingBlockManager) else ObservedBlocks
+    return cast(BlockManager, kind(blocks, observer))
 
 
 class ObservedBlocks:
@@ -61,3 +66,21 @@ class ObservedBlocks:
         """As the manager's."""
         self.inner.lift(block_ids)
         self._observer.lifted(block_ids)
+
+
+class ObservedCache(ObservedBlocks):
+    """The same of a pool that keeps keys."""
+
+    inner: CachingBlockManager
+
+    def take_hits(self, block_ids: Sequence[int]) -> None:
+        """As the manager's."""
+        self.inner.take_hits(block_ids)
+        self._observer.hit(block_ids)
+
+    def publish(self, block_id: int, key: Key, parent: Key | None = None) -> bool:
+        """As the manager's; a key that another block has is not heard of."""
+        has_key = self.inner.publish(block_id, key, parent)
+        if has_key:
+            self._observer.published(block_id)
+        return has_key

@@ -6,13 +6,15 @@ and pins, the plan, and the counters of requests. Knows no policy. Invariant: as
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from deepinfer.checks.findings import Findings
 from deepinfer.checks.host import Host
-from deepinfer.checks.plans import Contradiction, PlanCheck
+from deepinfer.checks.plans import Contradiction, PlanCheck, what_ran
 from deepinfer.checks.pool import PoolChecker
 from deepinfer.checks.slots import SlotChecker
 from deepinfer.observer import KV, Access, BlockIds
@@ -40,6 +42,7 @@ class ConservationChecker(PoolChecker):
         self.others: list[Holder] = []
         self._block_size = block_size
         self._newest = -1  # arrival of the last request looked at
+        self._in_flight: deque[StepPlan] = deque()  # oldest first
 
     def bind(self, host: Host) -> None:
         """Whose requests and blocks these are."""
@@ -73,9 +76,23 @@ class ConservationChecker(PoolChecker):
         filled = self._filled if self._sees_writes else None
         check = PlanCheck(plan, self.host.seqs, self.refs, filled, self._name)
         self._report("plan", plan.step, check.contradictions())
+        self._in_flight.append(plan)
         self._report("holders", plan.step, self._holders(plan.copy_sources))
         if self._has_states:
             self.states.planned(plan)
+
+    def collected(self, step: int) -> None:
+        """The step is in flight no longer."""
+        while self._in_flight and self._in_flight[0].step <= step:
+            self._in_flight.popleft()
+
+    def ran(self, plan: StepPlan) -> None:
+        """A step came back, and is not committed: it went on where its requests were.
+
+        `plan`: as it really ran; of one that left nothing open all was said when it was planned.
+        """
+        if plan.ahead is not None:
+            self._report("step", plan.step, what_ran(plan, self.host.seqs, self._name))
 
     def settled(self, step: int) -> None:
         """Everything adds up."""
@@ -112,17 +129,14 @@ class ConservationChecker(PoolChecker):
         rows = np.array([seq.row for seq in self.host.running], np.intp)
         counters = seqs.gather(rows)
         wrong = counters.num_computed_tokens > counters.num_tokens
-        wrong |= counters.num_in_flight_tokens < 0
-        if self.host.in_flight is None:
-            wrong |= counters.num_in_flight_tokens != 0
         for i in np.flatnonzero(wrong).tolist():
             row = int(rows[i])
             yield (
                 ("counters", row),
-                f"{self._name(row)} has {int(counters.num_tokens[i])} tokens, "
-                f"{int(counters.num_computed_tokens[i])} committed rows and "
-                f"{int(counters.num_in_flight_tokens[i])} tokens in flight",
+                f"{self._name(row)} has {int(counters.num_tokens[i])} tokens and "
+                f"{int(counters.num_computed_tokens[i])} committed rows",
             )
+        yield from self._what_is_in_flight(rows)
         for seq in waiting:
             if seq.num_computed_tokens > len(seq.forked_table) * self._block_size:
                 yield (
@@ -136,6 +150,26 @@ class ConservationChecker(PoolChecker):
             if self._never_fits(seq):
                 self._add(f"{seq.request_id!r} waits, and can never fit this pool")
         self._newest = max(self._newest, waiting[-1].arrival if waiting else -1)
+
+    def _what_is_in_flight(self, rows: NDArray[np.intp]) -> Iterator[Contradiction]:
+        """Each request counts what the steps in flight compute, bring and verify for it."""
+        seqs = self.host.seqs
+        expected = np.zeros((3, len(seqs.epochs)), np.int32)
+        for plan in self._in_flight:
+            alive = seqs.epochs[plan.rows] == plan.epochs
+            expected[0, plan.rows] += np.where(alive, plan.num_scheduled, 0)
+            if plan.ahead is not None:
+                expected[1, plan.rows] += np.where(alive, plan.ahead.num_pending, 0)
+                expected[2, plan.rows] += np.where(alive, plan.ahead.num_drafts, 0)
+        counters = (seqs.num_in_flight_tokens, seqs.num_pending_tokens, seqs.num_in_flight_drafts)
+        found = np.stack(counters)
+        for row in rows[(found != expected)[:, rows].any(0)].tolist():
+            yield (
+                ("in flight", row),
+                f"{self._name(row)} counts (tokens computed, tokens brought, drafts) in flight as "
+                f"{tuple(found[:, row].tolist())}; by the plans it is "
+                f"{tuple(expected[:, row].tolist())}",
+            )
 
     # -- small change ----------------------------------------------------------------------------
 

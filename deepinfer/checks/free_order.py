@@ -1,18 +1,22 @@
 """The free list as it must be: a second one, kept from what was told.
 
-Knows the four free orders and the three disciplines by their one-line definitions. Invariant: a
+Knows the free orders and the three disciplines by their one-line definitions. Invariant: a
 table's blocks join in the same order whether they waited for a fence or not.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 
 
-def in_order(free_order: str, table: list[int], ids: list[int]) -> bool:
-    """Whether `ids` is `table` in the named free order."""
-    if free_order == "reverse":
+def in_order(free_order: str, table: list[int], ids: list[int], keyed: Container[int] = ()) -> bool:
+    """Whether `ids` is `table` in the named free order; `keyed` blocks have a key."""
+    if free_order in ("reverse", "reverse_unhashed_head", "never_hit_first"):
         return ids == table[::-1]
+    if free_order == "reverse_unhashed_first":
+        last_first = table[::-1]
+        return ids == sorted(last_first, key=lambda block_id: block_id in keyed)
     if free_order == "forward":
         return ids == table
     if free_order == "by_id":
@@ -39,6 +43,11 @@ class ExpectedFreeList:
             self.ids += ids
             if self._discipline == "by_id":
                 self.ids.sort()
+
+    def join_before(self, ids: list[int], last: Container[int]) -> None:
+        """`ids` came free, and go behind all but `last` and what is behind the first of those."""
+        at = next((at for at, block_id in enumerate(self.ids) if block_id in last), len(self.ids))
+        self.ids[at:at] = ids
 
     def leave(self, ids: list[int]) -> list[int] | None:
         """`ids` were handed out. Gives what should have been instead, if they are others."""

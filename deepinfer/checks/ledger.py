@@ -155,6 +155,10 @@ class Ledger(Observer):
         """One more owner."""
         np.add.at(self.refs, self.usable(ids), 1)
 
+    def hit(self, ids: BlockIds) -> None:
+        """One more owner, of whatever state; the epoch goes on, for the rows do."""
+        np.add.at(self.refs, self.usable(ids), 1)
+
     def released(self, table: BlockIds, ids: BlockIds, fenced: bool) -> None:
         """One owner less, and with `fenced` one fence more."""
         index = self.usable(ids)

@@ -1,6 +1,7 @@
 """Whether a plan may go to the device: tables that cover it, slots that are its own.
 
-Compares a `StepPlan` with the sequence table it was made from and with the books. Knows no
+Compares a `StepPlan` with the sequence table it was made from and with the books, and what ran in
+its place with what is known by then. Knows no
 scheduler rule: what a plan wants to do is its own choice, where it does it is not. Invariant: a
 contradiction is found on the host, before any device work.
 """
@@ -206,6 +207,35 @@ class PlanCheck:
                 ("copy to", block_id),
                 f"block {block_id} of {int(self._refs[block_id])} owners is copied to",
             )
+
+
+def what_ran(
+    plan: StepPlan, seqs: SequenceTable, name: Callable[[int], str]
+) -> Iterator[Contradiction]:
+    """What is wrong with a step as it really ran, by what is known when its result arrives.
+
+    All steps before it are committed by then, so only its drafts are tokens the host does not know.
+    """
+    alive = seqs.epochs[plan.rows] == plan.epochs
+    first = plan.positions[plan.query_start[:-1]]
+    computed = seqs.num_computed_tokens[plan.rows]
+    for i in np.flatnonzero(alive & (first != computed)).tolist():
+        row = int(plan.rows[i])
+        yield (
+            ("ran from", row),
+            f"{name(row)} has {int(computed[i])} committed rows, and the step computed from "
+            f"position {int(first[i])} on",
+        )
+    rows = plan.rows.repeat(plan.num_scheduled)
+    is_known = alive.repeat(plan.num_scheduled) & (plan.positions < seqs.num_tokens[rows])
+    known = seqs.token_ids[rows, plan.positions]
+    for at in np.flatnonzero(is_known & (plan.token_ids != known)).tolist():
+        row = int(rows[at])
+        yield (
+            ("ran with", row),
+            f"position {int(plan.positions[at])} of {name(row)} was computed with token "
+            f"{int(plan.token_ids[at])}; its token there is {int(known[at])}",
+        )
 
 
 def trimmed(table: NDArray[np.int32]) -> list[int]:

@@ -43,6 +43,7 @@ class PoolChecker(Ledger):
         self._free_order: str | None = getattr(pool, "free_order", None)
         discipline: str | None = getattr(pool, "discipline", None)
         self._free = ExpectedFreeList(size, discipline) if discipline else None
+        self._keyed, self._was_hit = set[int](), set[int]()
 
     # -- what changes ----------------------------------------------------------------------------
 
@@ -67,6 +68,8 @@ class PoolChecker(Ledger):
             expected = self._free.leave(index.tolist())
             if expected is not None and not len(kept):
                 self._add(f"handed out {index.tolist()}; next in the free list were {expected}")
+        self._keyed.difference_update(index.tolist())
+        self._was_hit.difference_update(index.tolist())
         super().allocated(ids)
 
     def pinned(self, ids: BlockIds) -> None:
@@ -77,11 +80,31 @@ class PoolChecker(Ledger):
             self._add(f"{self._thing}s {first_of(without)} were pinned, and nobody owns them")
         super().pinned(ids)
 
+    def published(self, block_id: int) -> None:
+        """Only an owned block begins to be found."""
+        if not self.refs[block_id]:
+            self._add(f"{self._thing} {block_id} was published, and nobody owns it")
+        self._keyed.add(block_id)
+
+    def hit(self, ids: BlockIds) -> None:
+        """Only blocks that hold something are found; free ones leave the free list."""
+        found = listed(ids)
+        without = np.array([block_id for block_id in found if block_id not in self._keyed], np.intp)
+        if len(without):
+            self._add(f"{self._thing}s {first_of(without)} were hit, and hold nothing")
+        if self._free is not None:
+            index = self.usable(ids)
+            came = set(index[(self.refs[index] == 0) & (self.fences[index] == 0)].tolist())
+            self._free.ids = [block_id for block_id in self._free.ids if block_id not in came]
+        self._was_hit.update(found)
+        super().hit(ids)
+
     def released(self, table: BlockIds, ids: BlockIds, fenced: bool) -> None:
         """Only owned blocks are released, in the free order."""
         visited, in_table = listed(ids), listed(table)
-        if self._free_order is not None and not in_order(self._free_order, in_table, visited):
-            self._add(f"table {in_table} was released as {visited}, not {self._free_order}")
+        order = self._free_order
+        if order is not None and not in_order(order, in_table, visited, self._keyed):
+            self._add(f"table {in_table} was released as {visited}, not {order}")
         index = self.usable(ids)
         times = np.bincount(index, minlength=self.num_blocks)[index]
         for block_id in np.unique(index[times > self.refs[index]]).tolist():
@@ -203,6 +226,13 @@ class PoolChecker(Ledger):
         ids = came_free[self.fences[came_free] == 0].tolist()
         if len(set(ids)) < len(ids):  # released twice in one table: free at the second
             ids = list(dict.fromkeys(reversed(ids)))[::-1]
+        if self._free_order == "reverse_unhashed_head":
+            self._free.ids[:0] = [i for i in reversed(ids) if i not in self._keyed]
+            ids = [i for i in ids if i in self._keyed]
+        elif self._free_order == "never_hit_first":
+            never = [i for i in ids if i not in self._was_hit]
+            self._free.join_before(never, self._was_hit)
+            ids = [i for i in ids if i in self._was_hit]
         self._free.join(ids)
 
     def _report(self, what: str, step: int, contradictions: Iterable[Contradiction]) -> None:

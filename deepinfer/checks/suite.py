@@ -97,7 +97,12 @@ class Checks:
             self._conservation.settled(step)
 
     def tagged(self, plan: StepPlan, result: StepResult) -> None:
-        """A result came back with what the device found in the rows it read."""
+        """A result came back with what the device found in the rows it read.
+
+        `plan`: as the step really ran; its result is not committed yet.
+        """
+        if self._conservation is not None:
+            self._conservation.ran(plan)
         wrong = result.tags
         if wrong is None or not wrong.count or self._prefix_tags is None:
             return

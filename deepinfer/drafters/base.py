@@ -33,3 +33,27 @@ class Drafter(Protocol):
             int32 [<= num_drafts], possibly empty, the caller's to keep.
         """
         ...
+
+
+class DraftHead(Protocol):
+    """A model's own draft layers, which propose for many requests at once.
+
+    They see more than tokens, and keep what they need of a request in its state slot, where each
+    step leaves it for the tokens it computes.
+    """
+
+    def propose(
+        self, state_ids: Int32, token_ids: Int32, positions: Int32, num_drafts: int
+    ) -> Int32:
+        """Inside submitted work, behind a step's verification: guess what follows.
+
+        Args:
+            state_ids: int32 [n], state slots of requests of which all tokens but the newest are
+                computed.
+            token_ids, positions: int32 [n], their newest tokens and where these are, from 1 on.
+            num_drafts: most tokens wanted of each, >= 1.
+
+        Returns:
+            int32 [n, <= num_drafts].
+        """
+        ...

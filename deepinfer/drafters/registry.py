@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from deepinfer.drafters.base import Drafter
+from deepinfer.drafters.base import Drafter, DraftHead
 from deepinfer.drafters.ngram import NgramDrafter
 from deepinfer.drafters.replay import ReplayDrafter
 from deepinfer.errors import UserError, check_name
 
-DRAFTERS: dict[str, type[Drafter]] = {"ngram": NgramDrafter, "replay": ReplayDrafter}
+DRAFTERS: dict[str, type[Drafter] | type[DraftHead]] = {
+    "ngram": NgramDrafter,
+    "mtp": DraftHead,  # part of a model: whatever its runner has
+    "replay": ReplayDrafter,
+}
 
 
 def make_drafter(name: str) -> Drafter:
@@ -16,6 +20,11 @@ def make_drafter(name: str) -> Drafter:
     Raises UserError for an unknown name, or for one that needs more than its name.
     """
     check_name("drafter", name, DRAFTERS)
+    if name == "mtp":
+        raise UserError(
+            "drafter: 'mtp' asks the model's own draft layers, and this engine runs no such model",
+            hint="drafter: ngram",
+        )
     if name == "replay":
         raise UserError(
             "drafter: 'replay' needs the tokens of a reference run",

@@ -9,13 +9,16 @@ Where requests have state, a slot is the smallest ring there can be: of the last
 it holds the number of each prefix. A step goes on from the number before its first token, token by
 token, and its answer depends on where that led.
 
+Drafts are the last tokens of a sequence that samples more than once: their rows are what follows
+from them, right or wrong.
+
 Knows nothing of who owns a block. Invariant: the same tokens give the same numbers and the same
 answers in every process and on every machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -99,10 +102,13 @@ class TokenRunner:
         self.to_say: Int32 | None = None
         self._block_size = block_size
         self._vocab_size = vocab_size
-        self._truth: dict[int, list[list[int]]] = {}  # by step
+        self._truth: dict[int, dict[int, list[int]]] = {}  # by step
 
-    def expect(self, step: int, truth: list[list[int]]) -> None:
-        """The rows that the sequences of a planned step must find, [S][context length]."""
+    def expect(self, step: int, truth: dict[int, list[int]]) -> None:
+        """By row of the sequence table, the rows that the sequences of a planned step must find.
+
+        At least up to their drafts; more where the plan does not say how far it goes.
+        """
         self._truth[step] = truth
 
     def slots(self, table: Sequence[int], num_rows: int) -> list[int]:
@@ -131,35 +137,56 @@ class TokenRunner:
 
     def forward(self, plan: StepPlan) -> StepReadback:
         """Inside submitted work: see `worker.Runner`."""
-        rows, truth = self.rows, self._truth.pop(plan.step)
-        lengths, starts = plan.context_lens.tolist(), plan.query_start.tolist()
-        slots = plan.slot_mapping.tolist()
-        for index, length in enumerate(lengths):
+        rows, expected = self.rows, self._expected(plan)
+        slots, starts = plan.slot_mapping.tolist(), plan.query_start.tolist()
+        token_ids = plan.token_ids.tolist()
+        for index, context in enumerate(expected):
             start, end = starts[index], starts[index + 1]
-            new = truth[index][length - (end - start) :]
-            for slot, row in zip(slots[start:end], new, strict=True):
-                rows[slot] = row
+            first = len(context) - (end - start)
+            row = context[first - 1] if first else EMPTY
+            for slot, token in zip(slots[start:end], token_ids[start:end], strict=True):
+                rows[slot] = row = extend(row, token)
         found = []
-        for table, expected in zip(plan.block_tables.tolist(), truth, strict=True):
-            found.append([rows[slot] for slot in self.slots(table, len(expected))])
-            if found[-1] != expected:
-                self.wrong_rows += sum(map(int.__ne__, found[-1], expected))
-        if self.states:
-            for context, state in zip(found, self._go_on(plan, truth), strict=True):
-                context.append(state)
-        sampled = plan.sample_seq.tolist()
-        if not sampled:
+        for table, context in zip(plan.block_tables.tolist(), expected, strict=True):
+            found.append([rows[slot] for slot in self.slots(table, len(context))])
+            if found[-1] != context:
+                self.wrong_rows += sum(map(int.__ne__, found[-1], context))
+        states = self._go_on(plan, expected) if self.states else None
+        tokens = []
+        sampling = plan.sample_seq.tolist(), plan.sample_tokens.tolist()
+        for index, token in zip(*sampling, strict=True):
+            behind = starts[index + 1] - 1 - token  # drafts that this one comes before
+            context = found[index][: len(found[index]) - behind]
+            if states is not None:
+                context.append(states[token])
+            tokens.append(next_token(context, self._vocab_size))
+        if not tokens:
             return StepReadback()
-        tokens = [next_token(found[index], self._vocab_size) for index in sampled]
         return StepReadback(_OnHost(self, np.array(tokens, np.int32)), _Zeros(len(tokens)))
 
-    def _go_on(self, plan: StepPlan, truth: list[list[int]]) -> list[int]:
-        """Bring the state of each sequence from before its first token to its last one."""
+    def _expected(self, plan: StepPlan) -> list[list[int]]:
+        """The rows of each sequence's context: the true ones, and what follows from its drafts."""
+        truth = self._truth.pop(plan.step)
+        num_drafts = np.bincount(plan.sample_seq, minlength=plan.num_seqs) - 1
+        ends = plan.query_start[1:].tolist()
+        expected = []
+        for row, length, end, count in zip(
+            plan.rows.tolist(), plan.context_lens.tolist(), ends, num_drafts.tolist(), strict=True
+        ):
+            drafts = plan.token_ids[end - max(count, 0) : end].tolist()
+            context = truth[row][: length - len(drafts)]
+            for token in drafts:
+                context.append(extend(context[-1], token))
+            expected.append(context)
+        return expected
+
+    def _go_on(self, plan: StepPlan, expected: list[list[int]]) -> list[int]:
+        """Bring each sequence's state from before its first token to its last: one per token."""
         ends, counts = plan.context_lens.tolist(), plan.num_scheduled.tolist()
         tokens = iter(plan.token_ids.tolist())
         reached = []
         for slot, end, count, right in zip(
-            plan.state_ids.tolist(), ends, counts, truth, strict=True
+            plan.state_ids.tolist(), ends, counts, expected, strict=True
         ):
             ring, start = self.states[slot], end - count
             state = ring[(start - 1) % len(ring)] if start else EMPTY
@@ -167,5 +194,35 @@ class TokenRunner:
             for position in range(start, end):
                 state = extend(state, next(tokens))
                 ring[position % len(ring)] = state
-            reached.append(state)
+                reached.append(state)
         return reached
+
+
+class TokenRows:
+    """What transfers move in the pool of a runner. Implements `transfers.Rows`.
+
+    Args:
+        truth: by live request what its rows hold.
+    """
+
+    def __init__(self, runner: TokenRunner, truth: Mapping[str, list[int]]) -> None:
+        self._runner, self._truth = runner, truth
+
+    def committed(self, request_id: str, num_rows: int) -> list[int]:
+        """What a request's committed rows hold."""
+        return self._truth[request_id][:num_rows]
+
+    def write(self, block_ids: Int32, num_rows: int, content: str) -> None:
+        """Rows of a load hold numbers of its own."""
+        slots = self._runner.slots(block_ids.tolist(), num_rows)
+        for slot, row in zip(slots, _load_rows(content, num_rows), strict=True):
+            self._runner.rows[slot] = row
+
+    def read(self, block_ids: Int32, num_rows: int, content: str | list[int]) -> int:
+        """Wrong ones among the first rows."""
+        truth = _load_rows(content, num_rows) if isinstance(content, str) else content
+        return self._runner.count_wrong(block_ids.tolist(), truth)
+
+
+def _load_rows(name: str, num_rows: int) -> list[int]:
+    return prefixes([-1, *name.encode(), *range(num_rows)])[-num_rows:]

@@ -9,23 +9,30 @@ can say for each row that is read what it must hold; it knows no release policy.
 
 Invariant: the world's own books follow from what it asked for and what it was answered, never from
 the engine's; what does not fit is noted in `problems`, one line each.
+
+Where plans look ahead, nobody tells the world a step's tokens before it has run. It then goes by
+what a request's tokens must be (`right_answer`), and drafts are these, some of them replaced.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from deepinfer.block_manager import BlockManager, Verdict
-from deepinfer.config import EngineConfig, ModelConfig
+from deepinfer.config import EngineConfig
 from deepinfer.device.base import COMPUTE, Device
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.device.wrapper import DeviceWrapper
+from deepinfer.drafters.acceptance import Acceptance
+from deepinfer.drafters.replay import ReplayDrafter
 from deepinfer.engine import LLMEngine
 from deepinfer.errors import OwnershipError
-from deepinfer.models.hybrid.layer_plan import V41, HybridConfig
 from deepinfer.observer import Observer
 from deepinfer.outputs import RequestOutput, StepOutput
 from deepinfer.plan import Int32, StepPlan
@@ -33,42 +40,26 @@ from deepinfer.release import Fence, ReleaseQueue
 from deepinfer.runners import state_pool
 from deepinfer.scheduler import Scheduler
 from deepinfer.sequence import SamplingParams
-from deepinfer.testing.tokens import EMPTY, TokenRunner, extend, next_token, prefixes
+from deepinfer.testing.model import VOCAB_SIZE, model_of, right_answer
+from deepinfer.testing.tokens import EMPTY, TokenRows, TokenRunner, extend, prefixes
 from deepinfer.testing.transfers import Transfers
 
-VOCAB_SIZE = 9  # of what is sampled; a prompt may have any tokens
-# Geometries for the engine's checks of token ids; nothing else looks at them.
-MODEL = ModelConfig(
-    num_hidden_layers=1,
-    hidden_size=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=2,
-    intermediate_size=1,
-    vocab_size=1 << 30,
-)
+HALF_RIGHT = Acceptance(((0.5,),))
 
 
-MODEL_WITH_STATE = HybridConfig(
-    family=V41,
-    layers=(),
-    vocab_size=1 << 30,
-    hidden_size=1,
-    num_attention_heads=1,
-    head_dim=2,
-    qk_rope_head_dim=2,
-    q_lora_rank=1,
-    o_groups=1,
-    o_lora_rank=1,
-    sliding_window=1,
-    index_n_heads=1,
-    index_head_dim=2,
-    index_topk=1,
-    moe_intermediate_size=1,
-    n_routed_experts=1,
-    num_experts_per_tok=1,
-    max_draft_tokens=0,
-)
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step in flight.
+
+    Attributes:
+        plan: as it was made.
+        names: its requests.
+        turns: how often each of them had got a row by then.
+    """
+
+    plan: StepPlan
+    names: list[str]
+    turns: list[int]
 
 
 class OneStream(DeviceWrapper):
@@ -100,12 +91,14 @@ class World:
         device: a stepped device, or one in front of it; by default a new one.
         block_manager: the class of the block pool.
         observers: told of all that happens.
+        acceptance: how often drafts are right, where there are any.
 
     Attributes:
         tokens: of every live request.
         ended: of every other one: why it ended, and its tokens.
         computed: committed rows of every running request.
-        plan: the step in flight; None without one.
+        in_flight: steps submitted and not collected, oldest first.
+        rows: what transfers move.
         problems: what was not as it should be; wrong rows are counted instead.
         num_actions: calls that changed something: requests, steps, transfers.
     """
@@ -117,6 +110,7 @@ class World:
         device: Device | None = None,
         block_manager: type[BlockManager] = BlockManager,
         observers: Sequence[Observer] = (),
+        acceptance: Acceptance = HALF_RIGHT,
     ) -> None:
         config.check()
         self.config = config
@@ -124,7 +118,7 @@ class World:
         if isinstance(device, OneStream):
             self.choices = device.inner
         self._has_state = config.num_state_slots > 0
-        model = MODEL_WITH_STATE if self._has_state else MODEL
+        model = model_of(config)
         states = state_pool(model, config)
         self.runner = TokenRunner(
             config.num_blocks,
@@ -136,11 +130,13 @@ class World:
         self.ended: dict[str, tuple[str, list[int]]] = {}
         self.computed: dict[str, int] = {}
         self.limits: dict[str, int] = {}  # tokens at which a request ends by length
-        self.plan: StepPlan | None = None
-        self.planned_ids: list[str] = []
+        self.in_flight: deque[Flight] = deque()
         self.problems: list[str] = []
         self.num_actions = 0
-        self._truth: dict[str, list[int]] = {}  # what the rows of a live request hold
+        # What the rows of a live request hold; where plans look ahead, up to its end by length.
+        self._truth: dict[str, list[int]] = {}
+        self._references: dict[str, Int32] = {}  # what a request's tokens must be, for drafts
+        self._turns: dict[str, int] = {}  # how often each request got a row
         self._stops: dict[str, int | None] = {}
         self._prompt_lengths: dict[str, int] = {}
         self.engine = _Engine(
@@ -150,9 +146,26 @@ class World:
             block_manager=block_manager,
             observers=observers,
             runner=self.runner,
+            drafter=ReplayDrafter(self._references, acceptance, config.seed, VOCAB_SIZE),
         )
         self.engine.world = self
-        self.transfers = Transfers(self.engine, self)
+        self.rows = TokenRows(self.runner, self._truth)
+        self.transfers = Transfers(self.engine, self.rows)
+
+    @property
+    def plan(self) -> StepPlan | None:
+        """The newest step in flight; None without one."""
+        return self.in_flight[-1].plan if self.in_flight else None
+
+    @property
+    def planned_ids(self) -> list[str]:
+        """The requests of the newest step in flight."""
+        return self.in_flight[-1].names
+
+    @property
+    def can_submit(self) -> bool:
+        """Whether one more step may be in flight."""
+        return len(self.in_flight) < self.engine.max_in_flight
 
     @property
     def blocks(self) -> BlockManager:
@@ -226,44 +239,49 @@ class World:
         """Plan and queue a step; False if there is nothing to run."""
         self.num_actions += 1
         queued = self.engine.submit()
-        if not queued and self.tokens and not self.transfers.held:
+        if not (queued or self.in_flight or self.transfers.held) and self.tokens:
             self._problem("requests are live, but nothing runs and nothing is withheld")
         return queued
 
     def planned(self, plan: StepPlan | None) -> None:
         """Called by the engine between planning a step and queuing it."""
         running = {seq.row: seq.request_id for seq in self.scheduler.running}
-        names = set(running.values())
-        self.computed = {name: n for name, n in self.computed.items() if name in names}
+        alive = set(running.values())
+        self.computed = {name: n for name, n in self.computed.items() if name in alive}
         if plan is None:
             return
         for seq in self.scheduler.started:  # a fork starts with the rows it shares
-            self.computed[seq.request_id] = int(self.scheduler.seqs.num_computed_tokens[seq.row])
-        self.plan = plan
-        self.planned_ids = [running[row] for row in plan.rows.tolist()]
-        lengths = plan.context_lens.tolist()
-        truth = zip(self.planned_ids, lengths, strict=True)
-        self.runner.expect(plan.step, [self._truth[name][:length] for name, length in truth])
+            name = seq.request_id
+            self.computed[name] = int(self.scheduler.seqs.num_computed_tokens[seq.row])
+            self._turns[name] = self._turns.get(name, 0) + 1
+        names = [running[row] for row in plan.rows.tolist()]
+        self.in_flight.append(Flight(plan, names, [self._turns[name] for name in names]))
+        rows = zip(plan.rows.tolist(), names, strict=True)
+        self.runner.expect(plan.step, {row: self._truth[name] for row, name in rows})
 
     def collect(self, sampled: Sequence[int] | None = None) -> StepOutput:
-        """Wait for the step in flight; `sampled`: what the model shall have said instead."""
+        """Wait for the oldest step in flight.
+
+        Args:
+            sampled: what the model shall have said instead, where plans do not look ahead.
+        """
         self.num_actions += 1
-        plan = self.plan
-        assert plan is not None, "no step is in flight"
+        assert sampled is None or not self.scheduler.looks_ahead, "nobody tells the device"
         self.runner.to_say = None if sampled is None else np.array(sampled, np.int32)
         output = self.engine.collect()
         self.runner.to_say = None
-        self.plan = None
-        self._follow(plan, output)
+        self._follow(self.in_flight.popleft(), output)
         return output
 
     def step(self, sampled: Sequence[int] | None = None) -> StepOutput | None:
-        """One step; None if there was nothing to run."""
-        return self.collect(sampled) if self.submit() else None
+        """Submit what may be in flight and collect one step; None if there was nothing to run."""
+        while self.can_submit and self.submit():
+            pass
+        return self.collect(sampled) if self.in_flight else None
 
     def drain(self, max_steps: int = 2000) -> None:
         """Run everything to its end; the pool must then be as it was at the start."""
-        if self.plan is not None:
+        while self.in_flight:
             self.collect()
         for name in list(self.transfers.held):
             self.use(name)
@@ -306,23 +324,6 @@ class World:
         """Save a running request's committed rows; passes the fence."""
         self.num_actions += 1
         return self.transfers.save_out(name, request_id)
-
-    # What the rows of transfers hold; see `transfers.Rows`.
-
-    def committed(self, request_id: str, num_rows: int) -> list[int]:
-        """What a request's committed rows hold."""
-        return self._truth[request_id][:num_rows]
-
-    def write(self, block_ids: Int32, num_rows: int, content: Any) -> None:
-        """Rows of a load hold numbers of its own."""
-        slots = self.runner.slots(block_ids.tolist(), num_rows)
-        for slot, row in zip(slots, _load_rows(content, num_rows), strict=True):
-            self.runner.rows[slot] = row
-
-    def read(self, block_ids: Int32, num_rows: int, content: Any) -> int:
-        """Wrong ones among the first rows."""
-        truth = _load_rows(content, num_rows) if isinstance(content, str) else content
-        return self.runner.count_wrong(block_ids.tolist(), truth)
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -372,34 +373,56 @@ class World:
             self.tokens[request_id] = prompt
             self.limits[request_id] = limit
             self._truth[request_id] = prefixes(prompt)
+            if self.scheduler.looks_ahead:
+                answer = right_answer(prompt, params.max_tokens, has_state=self._has_state)
+                self._truth[request_id] = prefixes([*prompt, *answer])
+                self._references[request_id] = np.array([*prompt, *answer], np.int32)
             self._stops[request_id] = params.stop_token_id
             self._prompt_lengths[request_id] = len(prompt)
 
-    def _follow(self, plan: StepPlan, output: StepOutput) -> None:
+    def _follow(self, flight: Flight, output: StepOutput) -> None:
         """Move the books on as the result says, and compare what the engine reported."""
-        for index, name in enumerate(self.planned_ids):
-            if name in self.computed:  # not aborted since
+        plan, ahead = flight.plan, flight.plan.ahead
+        brought = zip(output.request_ids, output.token_ids.tolist(), strict=True)
+        tokens = {
+            name: [token for _, token in pairs] for name, pairs in groupby(brought, lambda p: p[0])
+        }
+        sampling, due = set(plan.sample_seq.tolist()), []
+        for index, (name, turn) in enumerate(zip(flight.names, flight.turns, strict=True)):
+            if name not in self.computed or self._turns[name] != turn:
+                continue  # aborted or preempted since
+            if index in sampling:
+                due.append(name)
+                most = 1 if ahead is None else int(ahead.num_pending[index])
+                if len(tokens.get(name, ())) > most:
+                    self._problem(f"step {plan.step} brought {name} {tokens[name]}, at most {most}")
+            else:
                 self.computed[name] += int(plan.num_scheduled[index])
-        due = [self.planned_ids[index] for index in plan.sample_seq.tolist()]
-        due = [name for name in due if name in self.computed]
-        if output.request_ids != due:
-            self._problem(f"step {plan.step} brought tokens for {output.request_ids}, not {due}")
-        for name, token in zip(output.request_ids, output.token_ids.tolist(), strict=True):
-            self.tokens[name].append(token)
-            self._truth[name].append(extend(self._truth[name][-1], token))
+        if list(tokens) != due:
+            self._problem(f"step {plan.step} brought tokens for {list(tokens)}, not {due}")
         finished = {ended.request_id: ended for ended in output.finished}
-        for name in output.request_ids:
-            reason = None
+        for name, new in tokens.items():
+            self._append(name, new, finished.get(name))
+
+    def _append(self, name: str, new: list[int], reported: RequestOutput | None) -> None:
+        """A request got tokens; `reported`: what was said of its end."""
+        reason = None
+        for token in new:
+            if reason is not None:
+                self._problem(f"{name} got {token} behind its end by {reason}")
+            self.tokens[name].append(token)
+            if not self.scheduler.looks_ahead:
+                self._truth[name].append(extend(self._truth[name][-1], token))
             if len(self.tokens[name]) >= self.limits[name]:
                 reason = "length"
-            if self.tokens[name][-1] == self._stops[name]:
+            if token == self._stops[name]:
                 reason = "stop"
-            reported = finished.get(name)
-            if reason != (reported.finish_reason if reported else None):
-                self._problem(f"{name} should have ended by {reason}; reported: {reported}")
-            if reported:
-                self._compare_output(reported)
-                self._end(name, reported.finish_reason)
+        self.computed[name] = len(self.tokens[name]) - 1
+        if reason != (reported.finish_reason if reported else None):
+            self._problem(f"{name} should have ended by {reason}; reported: {reported}")
+        if reported:
+            self._compare_output(reported)
+            self._end(name, reported.finish_reason)
 
     def _compare_output(self, output: RequestOutput) -> None:
         tokens = output.prompt_token_ids.tolist() + output.token_ids.tolist()
@@ -418,16 +441,3 @@ class World:
                 self.slots.check_integrity()
         except OwnershipError as error:
             self._problem(str(error))
-
-
-def right_answer(prompt: Sequence[int], count: int, *, has_state: bool = False) -> list[int]:
-    """The tokens that follow a prompt when every row is right, and the state if there is one."""
-    tokens, rows = list(prompt), prefixes(prompt)
-    for _ in range(count):
-        tokens.append(next_token(rows + rows[-1:] * has_state, VOCAB_SIZE))
-        rows.append(extend(rows[-1], tokens[-1]))
-    return tokens[len(prompt) :]
-
-
-def _load_rows(name: str, num_rows: int) -> list[int]:
-    return prefixes([-1, *name.encode(), *range(num_rows)])[-num_rows:]

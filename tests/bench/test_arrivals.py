@@ -111,6 +111,16 @@ def test_types_and_ranges():
     assert all(0 <= spec.seed < 2**63 for spec in specs)
 
 
+def test_a_phrase_is_said_again_and_again():
+    """Each request has its own; a prompt may end within it, and lengths scale with it."""
+    group = {"count": 2, "prompt_tokens": 20, "phrase_tokens": 8, "output_tokens": 1}
+    first, second = build(group)
+    assert first.prompt_token_ids[:8].tolist() != second.prompt_token_ids[:8].tolist()
+    assert first.prompt_token_ids.tolist() == np.resize(first.prompt_token_ids[:8], 20).tolist()
+    (scaled, _) = build(group, scale_lengths=0.5)
+    assert scaled.prompt_token_ids.tolist() == np.resize(scaled.prompt_token_ids[:4], 10).tolist()
+
+
 def test_uniform_lengths_reach_both_ends():
     """`uniform: [low, high]` includes both."""
     specs = build({**GROUP, "count": 200, "prompt_tokens": {"uniform": [3, 5]}})

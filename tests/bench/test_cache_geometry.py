@@ -6,22 +6,26 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from bench.cache_geometry import cache_geometry
+from bench.cache_geometry import cache_geometry, cache_of
 from bench.catalog import find_profile, list_profiles
 from bench.schema import EngineSettings, Profile
-from bench.spec import load_profile, model_config
+from bench.spec import engine_config, load_profile, model_config
 from deepinfer.cache_engine import bytes_per_block
+from deepinfer.checks.row_tags import RowTags
 from deepinfer.config import ModelConfig
 from deepinfer.errors import UserError
 from deepinfer.models.hybrid.geometry import Geometry
+from deepinfer.models.hybrid.layer_plan import HybridConfig
 from deepinfer.models.hybrid.released import v41_flash
+from deepinfer.models.hybrid.tags import HybridTags
 from tests.bench.tiny import ROOT
 
 PROFILES = [name for name, _ in list_profiles()]
 
 
-def profile_of(name: str, **engine: int) -> Profile:
+def profile_of(name: str, **engine: int | str) -> Profile:
     """A shipped profile with other engine settings."""
     profile = load_profile(find_profile(name))
     given = {**profile.engine.given(), **engine}
@@ -35,22 +39,38 @@ def test_blocks_are_those_the_engine_allocates(name: str) -> None:
     cache, config = cache_geometry(profile), model_config(profile)
     if isinstance(config, ModelConfig):
         assert cache.bytes_per_block == bytes_per_block(config, cache.block_size)
-        assert cache.pool == (
-            (
-                "blocks",
-                cache.num_blocks,
-                cache.bytes_per_block,
-                cache.num_blocks * cache.bytes_per_block,
-            ),
-        )
+        ((_, number, each, total),) = cache.pool
+        assert (number, each) == (cache.num_blocks, cache.bytes_per_block)
+        assert total == (None if number is None else number * each)
         return
-    geometry = Geometry.of(config, cache.block_size)
+    geometry = Geometry.of(config.served(False), cache.block_size)
     assert cache.bytes_per_block == geometry.bytes_per_block
     assert cache.bytes_per_token == geometry.bytes_per_token
     assert {name: each for name, _, each, _ in cache.pool} == {
         "blocks": geometry.bytes_per_block,
         "state slots": geometry.bytes_per_slot,
     }
+
+
+@pytest.mark.parametrize("name", ["cpu-v41", "cpu-v41-tiny", "cpu-v4"])
+def test_draft_layers_take_room_only_where_they_are_asked(name: str) -> None:
+    """A ring each, and V4's streams; the stored part and the blocks stay as they are."""
+    plain = cache_geometry(profile_of(name, drafts=3, drafter="ngram"))
+    unused = cache_geometry(profile_of(name, drafts=0, drafter="mtp"))
+    asked = cache_geometry(profile_of(name, drafts=3, drafter="mtp"))
+    assert plain == unused
+    config = model_config(profile_of(name))
+    assert isinstance(config, HybridConfig)
+    assert config.draft is not None
+    added = config.draft.num_layers * plain.slot[0].num_bytes
+    if config.family == "deepseek_v4":
+        added += 7 * 4 * config.hidden_size * 4  # positions, streams, float32
+    assert asked.bytes_per_slot == plain.bytes_per_slot + added
+    assert (asked.stored_bytes, asked.bytes_per_block) == (
+        plain.stored_bytes,
+        plain.bytes_per_block,
+    )
+    assert [part for part in asked.slot if not part.draft][-1].kind == "positions"
 
 
 def test_the_gpu_profile_has_the_rows_of_the_released_model() -> None:
@@ -97,6 +117,27 @@ def test_slots_follow_the_most_requests_at_once() -> None:
     """1.2 for each, and slot 0."""
     assert cache_geometry(profile_of("cpu-v41", max_num_seqs=5)).num_slots == 7
     assert cache_geometry(profile_of("cpu-tiny", max_num_seqs=5)).num_slots == 0
+
+
+@pytest.mark.parametrize("name", ["cpu-tiny", "cpu-v4", "cpu-v41-tiny"])
+def test_tags_are_those_the_engine_allocates(name: str) -> None:
+    """Of a block, for both kinds of model."""
+    profile, cpu = profile_of(name), torch.device("cpu")
+    config, engine = model_config(profile), engine_config(profile.engine)
+    if isinstance(config, ModelConfig):
+        per_block = RowTags(3, engine.block_size, cpu).block(1).nbytes
+    else:
+        tags = HybridTags(Geometry.of(config, engine.block_size), 3, 2, cpu)
+        per_block = sum(rows[1].nbytes for rows in tags.rows.values())
+    assert cache_of(name, config, engine).tag_bytes_per_block == per_block
+
+
+def test_a_pool_to_be_measured_has_no_number() -> None:
+    """`auto`: neither blocks nor their bytes are known; all else is."""
+    cache, known = cache_geometry(profile_of("cpu-v4", num_blocks="auto")), profile_of("cpu-v4")
+    assert cache.num_blocks is None
+    assert cache.pool[0] == ("blocks", None, cache.bytes_per_block, None)
+    assert cache.pool[1:] == cache_geometry(known).pool[1:]
 
 
 def test_no_torch_is_needed() -> None:

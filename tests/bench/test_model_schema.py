@@ -127,6 +127,18 @@ def test_families_are_those_of_the_engine() -> None:
             {"engram_num_embeddings": [9]},
             "engram_vocab_size 500 gives tables of [14032]",
         ),
+        (
+            "cpu-v41",
+            {"dspark_markov_rank": None, "dspark_noise_token_id": None},
+            "dspark_block_size: needs dspark_noise_token_id, dspark_markov_rank too",
+        ),
+        (
+            "cpu-v41",
+            {"dspark_block_size": None},
+            "dspark_noise_token_id: draft layers are those of a block",
+        ),
+        ("cpu-v41", {"dspark_target_layer_ids": [6]}, "dspark_target_layer_ids: [6]; expected"),
+        ("cpu-v4", {"num_nextn_predict_layers": 2}, "2; MTP is one layer"),
         ("cpu-v41", {"o_groups": 3}, "model: o_groups: 3 does not divide 4 heads"),
         ("cpu-v41", {"cache": "fp8"}, "model.cache: unknown name (got 'fp8'); expected"),
         (
@@ -145,6 +157,13 @@ def test_families_are_those_of_the_engine() -> None:
             "model.layer_types[0]: unknown name (got 'full')",
         ),
         ("cpu-v4", {"rope_parameters": {"main": {"theta": 1.0}}}, "rope_parameters.main.theta: un"),
+        ("cpu-v4", {"layer_types": [], "mlp_layer_types": []}, "model: layers: none"),
+        ("cpu-v4", {"index_head_dim": 32}, "index_head_dim: 32; at least qk_rope_head_dim 64"),
+        ("cpu-v41", {"engram_pad_id": 8192}, "engram_pad_id: 8192; token ids are 0 to 8191"),
+        ("cpu-v41", {"candidate_topk_blocks": None}, "candidate_topk_blocks: 0; at least 1"),
+        ("cpu-v41", {"num_stored_layers": 7}, "num_stored_layers: 7; 0 to 6"),
+        ("cpu-v41", {"head_dim": 528, "cache": "packed"}, "'packed' window rows have a scale for"),
+        ("cpu-v41", {"index_head_dim": 80, "qat": True}, "qat: rounded index rows have a scale"),
     ],
 )
 def test_bad_models(write: Write, name: str, model: dict[str, Any], part: str) -> None:

@@ -46,6 +46,28 @@ def test_one_round_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     assert not log.truncated
 
 
+def test_slots_of_a_hybrid_model_are_recorded_and_replayed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Beside its blocks; the table of a replay then has rows of slots, and `num_state_slots`."""
+    profile = ("--profile", "cpu-v41-tiny")
+    assert main(["run", "mine.yaml", *profile, "--record", "ops.jsonl"]) == 0
+    slots = [op for _, op in OperationLog("ops.jsonl") if isinstance(op, Allocate) and op.pool]
+    assert {owner for op in slots for owner, *_ in op.takers} == {
+        "r0-0-0",
+        *(f"r0-0-0.{child}" for child in range(3)),
+    }
+    capsys.readouterr()
+    assert main(["replay", "ops.jsonl", "-a", "num_state_slots=0,5,2"]) == 0
+    shown = capsys.readouterr().out
+    handed_out = next(line for line in shown.splitlines() if line.startswith("slots handed out"))
+    assert handed_out.split()[3:] == ["4", "4", "1"]
+    words = " ".join(shown.split())
+    assert "does not fit: 1 state slots for r0-0-0.0 (fork)" in words
+    assert main(["replay", "ops.jsonl", "-a", "num_state_slots=1"]) == 2
+    assert "num_state_slots: 1 leaves no usable slot" in capsys.readouterr().err
+
+
 def test_an_existing_file_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is run and nothing overwritten."""
     Path("ops.jsonl").write_text("mine")

@@ -12,6 +12,8 @@ from bench.model_schema import GEOMETRY
 from bench.schema import EngineSettings
 from bench.spec import (
     AXES,
+    POOL_KEYS,
+    UNMEASURED,
     Flags,
     load_profile,
     load_workload,
@@ -273,6 +275,91 @@ def test_a_key_is_a_flag_or_an_axis(profile, workload):
         )
 
 
+BUDGET = "memory_bytes: 1000000\n"
+
+
+@pytest.mark.parametrize(
+    ("in_profile", "in_workload", "flag", "is_measured"),
+    [
+        ("auto", None, None, True),
+        (None, "auto", None, True),
+        (None, None, "auto", True),
+        ("auto", 12, None, False),
+        (11, "auto", None, True),
+        ("auto", "auto", 13, False),
+    ],
+)
+def test_auto_is_a_number_of_blocks_like_any_other(
+    profile, workload, in_profile, in_workload, flag, is_measured
+):
+    """It overrides and is overridden; what is left is to be measured, or is not."""
+
+    def engine(value):
+        return f"engine: {{num_blocks: {value}}}\n" if value else ""
+
+    resolved = resolve(
+        profile(BUDGET + engine(in_profile)),
+        workload(engine(in_workload)),
+        Flags(engine={"num_blocks": flag} if flag else {}),
+    )
+    assert (resolved.pool_question is not None) == is_measured
+    assert (resolved.engine.num_blocks == UNMEASURED) == is_measured
+
+
+def test_a_pool_not_yet_measured_makes_no_engine(profile, workload):
+    """Whoever forgets to measure is told so."""
+    resolved = resolve(profile(BUDGET), workload(), Flags(engine={"num_blocks": "auto"}))
+    with pytest.raises(UserError, match="num_blocks: 0; at least 2"):
+        resolved.engine.check()
+
+
+def test_a_measured_number_is_as_good_as_a_given_one(profile, workload):
+    """The same work has the same hash, wherever its number is from."""
+    given = resolve(profile(BUDGET), workload(), Flags(engine={"num_blocks": 77}))
+    asked = resolve(profile(BUDGET), workload(), Flags(engine={"num_blocks": "auto"}))
+    measured = asked.with_num_blocks(77)
+    assert measured == given
+    assert measured.pool_question is None
+    assert measured.config_hash == given.config_hash != asked.config_hash
+
+
+def test_one_question_for_all_that_have_one_answer(profile, workload):
+    """Policies share a pool size; geometry, budgets of a step, device and memory do not."""
+
+    def question(engine, **flags):
+        flags = Flags(engine={"num_blocks": "auto", **engine}, **flags)
+        return resolve(profile(BUDGET), workload(), flags).pool_question
+
+    plain = question({})
+    for same in (
+        *({"release": "polled"}, {"free_order": "forward"}, {"admission": "lifetime"}),
+        *({"checks": "all"}, {"timeout_s": 1.0}),
+    ):
+        assert question(same) == plain
+        assert not same.keys() & set(POOL_KEYS)
+    assert question({}, seed=7) == plain
+    others = [
+        question({"block_size": 64}),
+        question({"max_num_seqs": 8}),
+        question({"max_num_batched_tokens": 512}),
+        question({"max_model_len": 512}),
+        question({"num_state_slots": 9}),
+        question({}, device="cpu-stepped"),
+    ]
+    assert len({plain, *others}) == 7
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu-stepped"])
+def test_auto_on_a_cpu_needs_a_budget(profile, workload, device):
+    """One line that names the key, the device and the profile; a GPU needs none."""
+    auto = {"num_blocks": "auto"}
+    with pytest.raises(UserError, match="has no memory_bytes") as caught:
+        resolve(profile(), workload(), Flags(engine=auto, device=device))
+    assert f"num_blocks: auto on device {device}, but profile profile" in str(caught.value)
+    on_gpu = resolve(profile(), workload(), Flags(engine=auto, device="cuda"))
+    assert on_gpu.pool_question.memory_bytes is None
+
+
 def test_shipped_files_are_valid_and_resolve_with_each_other():
     """Every workload runs on every profile as far as configuration goes."""
     workloads = [load_workload(path) for path in sorted((ROOT / "workloads").glob("*.yaml"))]
@@ -318,3 +405,60 @@ def test_spec_never_loads_torch():
     """Resolving a configuration works on a machine without torch."""
     code = "import bench.spec, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("written", "overlap"),
+    [
+        *(("off", "off"), ("on", "on"), ("Off", "off"), ('"on"', "on"), ("2", "2")),
+        *(("false", "off"), ("true", "on"), ('"2"', "2")),
+    ],
+)
+def test_overlap_is_a_name_however_yaml_reads_it(profile, workload, written, overlap):
+    """`off` is no boolean here, and 2 is a name."""
+    made = workload(f"engine: {{overlap: {written}}}\n")
+    assert resolve(profile(), made).engine.overlap == overlap
+
+
+def test_a_replayed_draft_needs_to_know_how_often_it_is_right(profile, workload):
+    """From the workload or a flag, the flag on top; a cell without drafts asks for nothing."""
+    replay = Flags(engine={"drafter": "replay", "drafts": 2})
+    with pytest.raises(
+        UserError, match=r"drafter: replay, but workload workload has no acceptance"
+    ):
+        resolve(profile(), workload(), replay)
+    resolve(profile(), workload(), Flags(engine={"drafter": "replay"}))
+    own = workload("acceptance: [0.9, 0.1]\n")
+    assert resolve(profile(), own, replay).workload.acceptance == [0.9, 0.1]
+    flagged = dataclasses.replace(replay, acceptance="all-reject")
+    for work in (own, workload()):
+        assert resolve(profile(), work, flagged).workload.acceptance == "all-reject"
+
+
+def test_acceptance_is_an_axis(profile, workload):
+    """Numbers and names; each cell's is in its configuration, none is the engine's."""
+    axes = parse_axes(["acceptance=0,0.7,bursts", "drafts=0,3"])
+    assert axes == {"acceptance": (0, 0.7, "bursts"), "drafts": (0, 3)}
+    flags = Flags(engine={"drafter": "replay"})
+    cells = resolve_cells(profile(), workload(), flags, axes)
+    assert [made.workload.acceptance for _, made in cells] == [0, 0, 0.7, 0.7, "bursts", "bursts"]
+    assert len({made.config_hash for _, made in cells}) == 6
+    with pytest.raises(UserError, match=r"axis acceptance: also set by a flag"):
+        resolve_cells(profile(), workload(), Flags(acceptance=0.5), axes)
+
+
+@pytest.mark.parametrize(
+    ("item", "part"),
+    [
+        ("acceptance=1.5", "acceptance: 1.5; expected a probability, 0 to 1"),
+        ("acceptance=burst", "did you mean 'bursts'"),
+        ("drafts=6", "drafts: out of range (got 6); expected at most 5"),
+        ("drafter=ngrams", "drafter: unknown name (got 'ngrams'); expected 'ngram'"),
+        ("overlap=3", "overlap: unknown name (got '3'); expected"),
+    ],
+)
+def test_bad_choices_of_drafts_and_overlap(item, part):
+    """One line with the key, the value and what is valid, or its hint."""
+    with pytest.raises(UserError) as error:
+        parse_axes([item])
+    assert part in f"{error.value} {error.value.hint}"

@@ -104,6 +104,11 @@ def test_bad_groups(write, group, part):
         (PROFILE.replace("{num", "{path: x, num"), "`path` beside head_dim, hidden_size"),
         (PROFILE.replace("vocab_size: 32", "dtype: float8"), "model.dtype: unknown name"),
         (PROFILE + "engine: {num_blocks: 1}\n", "engine.num_blocks: out of range (got 1)"),
+        (
+            PROFILE + "engine: {num_blocks: lots}\n",
+            "engine.num_blocks: not valid (got 'lots'); expected a whole number, or auto",
+        ),
+        (PROFILE + "engine: {num_blocks: 4.5}\n", "engine.num_blocks: wrong type (got 4.5)"),
         (PROFILE + "verify: {score_tolerance: 0}\n", "verify.score_tolerance: out of range"),
         (PROFILE + "device: gpu\n", "device: unknown name (got 'gpu'); expected"),
     ],
@@ -113,6 +118,23 @@ def test_bad_profile_files(write, text, part):
     with pytest.raises(SourceError) as caught:
         load_profile(write(text))
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        ("1.5", "acceptance: 1.5; expected a probability"),
+        ("[0.5, x]", "acceptance: [1]: 'x'; expected a probability"),
+        ("{over_time: []}", "acceptance: .over_time: []; expected a list"),
+        ("burst", "acceptance: unknown name 'burst'"),
+    ],
+)
+def test_bad_acceptance(write, value, part):
+    """One line with the file's line; a name has the nearest one as its hint."""
+    _, problems = check_file(Workload, write(f"acceptance: {value}\n{WORKLOAD}"))
+    assert [part in problem.text for problem in problems] == [True]
+    assert problems[0].line == 1
+    assert (value == "burst") == bool(problems[0].hint)
 
 
 def test_a_misread_value_is_told_once(write):

@@ -55,6 +55,14 @@ def test_positions_lead_to_every_value(write):
     assert source.problem(("list", 0, "nowhere"), "bad").text.endswith(":3: list[0].nowhere: bad")
 
 
+def test_on_and_off_are_text_where_they_are_names(write):
+    """At the keys named, in whatever case; any other word or key is refused as ever."""
+    path = write("a: {switch: off}\nswitch: On\nb: off\nc: {switch: yes}\n")
+    source = parse(path, ("switch",))
+    assert (source.data["a"]["switch"], source.data["switch"]) == ("off", "on")
+    assert source.bad_paths == {("b",), ("c", "switch")}
+
+
 @pytest.mark.parametrize(
     ("value", "part", "hint"),
     [

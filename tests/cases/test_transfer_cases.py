@@ -204,7 +204,7 @@ def load_behind(w: UncheckedWorld, first: str, num_rows: int) -> tuple[bool, int
 
     Returns whether the blocks were handed out with the work open, and the rows found wrong.
     """
-    other = Transfers(w.engine, w, stream="store")
+    other = Transfers(w.engine, w.rows, stream="store")
     w.add("busy", [1], max_tokens=4)  # an idle engine would wait for all that is open
     w.step()
     FIRST[first](w, other)

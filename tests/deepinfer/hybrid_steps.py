@@ -52,6 +52,7 @@ class Steps:
         block_size: int = 4,
         num_blocks: int = 65,
         max_num_seqs: int = 5,
+        drafter: str | None = None,
     ) -> None:
         self.block_size = block_size
         self.device = device
@@ -60,6 +61,8 @@ class Steps:
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             max_model_len=2048,
+            drafts=0 if drafter is None else 5,
+            drafter=drafter or "ngram",
         )
         self.runner = HybridRunner(config, engine, weights, device)
         self.wrong_rows = 0

@@ -18,6 +18,7 @@ from bench.dense.hybrid import HybridDense
 from deepinfer.config import EngineConfig
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.engine import LLMEngine
+from deepinfer.errors import UserError
 from deepinfer.models.hybrid.layer_plan import HybridConfig, v4_config, v41_config
 from deepinfer.models.hybrid.loading import draw_weights
 from deepinfer.models.hybrid.weights import HybridWeights
@@ -184,3 +185,18 @@ def test_a_fork_of_a_prefix_shares_state_if_the_rings_reach_back_and_is_right_an
         )
     found = compare(outputs, HybridDense(weights, config))
     assert (found.tokens, found.differ) == (20 + 12, 0)
+
+
+def test_a_slot_pool_without_a_usable_slot_is_refused_by_its_own_key():
+    """`num_state_slots: 1` is slot 0 alone; the message names that key, not the blocks'."""
+    config = EngineConfig(block_size=4, num_blocks=17, max_num_seqs=2, num_state_slots=1)
+    with pytest.raises(UserError, match="num_state_slots: 1 leaves no usable slot"):
+        LLMEngine(MODELS["v41"], config, device="cpu-stepped")
+
+
+def test_more_drafts_than_the_rings_have_room_for_are_refused():
+    """Without room for rejected rows a ring would lose rows of its window."""
+    config = EngineConfig(block_size=4, num_blocks=17, max_num_seqs=2, drafts=3)
+    narrow = replace(MODELS["v41"], max_draft_tokens=2)
+    with pytest.raises(UserError, match=r"drafts: 3; .* room for 2 \(max_draft_tokens\)"):
+        LLMEngine(narrow, config, device="cpu-stepped")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer.free_list import SCALAR_LIMIT, make_free_list
+from deepinfer.free_list import SCALAR_LIMIT, LinkedFreeList, make_free_list
 from deepinfer.names import DISCIPLINES
 
 
@@ -87,3 +87,32 @@ def test_equals_the_plain_list_on_any_history(discipline, data):
         assert taken == plain.take(count)
         assert len(free) == len(plain.ids)
         outside += data.draw(st.permutations(taken))
+
+
+@pytest.mark.parametrize("stack", [False, True])
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_id_leaves_a_linked_list_and_the_rest_keep_their_order(stack, data):
+    """Two queues, the front one at its head if it is a stack, equal two plain lists."""
+    capacity = data.draw(st.integers(2, 40))
+    chosen = data.draw(st.sets(st.integers(1, capacity - 1)))
+    free = LinkedFreeList(capacity, joins_front=chosen.__contains__, stack=stack)
+    front, back, outside = [], [], list(range(1, capacity))
+    for _ in range(data.draw(st.integers(1, 12))):
+        count = data.draw(st.integers(0, len(outside)))
+        pushed, outside = outside[:count], outside[count:]
+        free.push(np.array(pushed, np.int32) if data.draw(st.booleans()) else pushed)
+        for block_id in pushed:
+            queue = front if block_id in chosen else back
+            queue.insert(0 if stack and queue is front else len(queue), block_id)
+        assert list(free) == front + back
+        for block_id in data.draw(st.permutations(front + back))[:3]:
+            free.remove(block_id)
+            (front if block_id in chosen else back).remove(block_id)
+            outside.append(block_id)
+        count = data.draw(st.integers(0, len(free)))
+        taken = free.take(count).tolist()
+        assert taken == (front + back)[:count]
+        front, back = front[count:], back[max(count - len(front), 0) :]
+        outside += data.draw(st.permutations(taken))
+        assert len(free) == len(front) + len(back)

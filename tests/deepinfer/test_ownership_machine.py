@@ -21,13 +21,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from deepinfer.config import EngineConfig
+from deepinfer.config import MAX_DRAFTS, EngineConfig
 from deepinfer.names import (
     ADMISSIONS,
     DISCIPLINES,
     FENCES,
     FORK_TAIL_COPIES,
     FREE_ORDERS,
+    OVERLAPS,
     PREEMPTIONS,
     RELEASE_POLICIES,
 )
@@ -50,6 +51,8 @@ CONFIGS = st.builds(
     admission=st.sampled_from(ADMISSIONS),
     preemption=st.sampled_from(PREEMPTIONS),
     fork_tail_copy=st.sampled_from(FORK_TAIL_COPIES),
+    overlap=st.sampled_from(["off", *OVERLAPS]),
+    drafts=st.sampled_from([0, 0, 1, 3, MAX_DRAFTS]),
     checks=st.sampled_from(["off", "off", "order+conservation"]),
     seed=st.integers(0, 3),
 )
@@ -75,6 +78,11 @@ class Ownership(RuleBasedStateMachine):
 
     def running(self):
         return self.world.running_ids()
+
+    def rows_without_drafts(self):
+        """Rows that get slots for guesses from here, where the engine makes none itself."""
+        scheduler = self.world.scheduler
+        return [] if scheduler.looks_ahead else [seq.row for seq in scheduler.running]
 
     @precondition(lambda self: len(self.world.tokens) < 9)
     @rule(
@@ -106,23 +114,25 @@ class Ownership(RuleBasedStateMachine):
         self.world.abort(live[which % len(live)])
         self.seen.add("abort in flight" if self.world.plan else "abort")
 
-    @precondition(lambda self: self.world.plan is None)
+    @precondition(lambda self: self.world.can_submit)
     @rule()
     def submit(self):
         self.world.submit()
 
-    @precondition(lambda self: self.world.plan is not None)
+    @precondition(lambda self: self.world.in_flight)
     @rule()
     def collect(self):
-        self.world.collect()
+        behind = len(self.world.in_flight) > 1
+        output = self.world.collect()
+        self.seen.update({"end ahead"} if behind and output.finished else ())
 
-    @precondition(lambda self: self.world.plan is None)
+    @precondition(lambda self: not self.world.in_flight)
     @rule(count=st.integers(1, 4), slots=st.integers(0, 5))
     def run_steps(self, count, slots):
         for index in range(count):
-            for seq in self.world.scheduler.running:
+            for row in self.rows_without_drafts():
                 seqs = self.world.scheduler.seqs
-                seqs.num_lookahead_slots[seq.row] = (slots + 3 * index + seq.row) % 6
+                seqs.num_lookahead_slots[row] = (slots + 3 * index + row) % 6
             if self.world.step() is None:
                 break
             self.world.check()
@@ -154,11 +164,11 @@ class Ownership(RuleBasedStateMachine):
         if then_abort:
             self.world.abort(request_id)
 
-    @precondition(lambda self: self.world.plan is None and self.running())
+    @precondition(lambda self: not self.world.in_flight and self.rows_without_drafts())
     @rule(which=CHOICE, slots=st.integers(0, 5))
     def set_lookahead(self, which, slots):
-        seqs, running = self.world.scheduler.seqs, self.world.scheduler.running
-        seqs.num_lookahead_slots[running[which % len(running)].row] = slots
+        seqs, rows = self.world.scheduler.seqs, self.rows_without_drafts()
+        seqs.num_lookahead_slots[rows[which % len(rows)]] = slots
 
     @invariant()
     def everything_adds_up(self):
@@ -178,6 +188,7 @@ class Ownership(RuleBasedStateMachine):
             "copy": counters.num_block_copies,
             "stream wait": release.num_stream_waits,
             "host wait": release.num_waits,
+            "shrink": counters.num_blocks_shrunk,
             "early corrupts": self.world.wrong_rows,
         }
         self.seen.update(name for name, count in seen.items() if count)
@@ -198,7 +209,7 @@ def test_every_invariant_holds_after_random_operations(release):
     """Thousands of operations a policy, over every order and mode, the rare paths among them."""
     machine = type("Ownership", (Ownership,), {"release": release, "num_operations": 0})
     machine.seen = set()
-    needed = {RARE[release], "abort in flight", "preemption", "copy", "load"}
+    needed = {RARE[release], "abort in flight", "end ahead", "preemption", "shrink", "copy", "load"}
     for number in range(4 * CHUNKS):  # one long run can miss a rare path altogether
         if number >= CHUNKS and (EXAMPLES < 100 or machine.seen >= needed):
             break

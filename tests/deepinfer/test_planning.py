@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer.planning import PlanBuilder, StepCopies, split_budget
+from deepinfer.lookahead import set_out
+from deepinfer.plan import PLACEHOLDER
+from deepinfer.planning import PlanBuilder, StepCopies, behind_drafts, in_order, split_budget
 from deepinfer.sequence import SamplingParams, Sequence, SequenceTable
 
 
@@ -162,3 +164,87 @@ def test_slots_agree_with_the_block_tables(data):
     ]
     assert plan.slot_mapping.tolist() == expected
     assert len(set(expected)) == len(expected)
+
+
+# -- plans that look ahead -------------------------------------------------------------------------
+
+
+def build_ahead(seqs, rows, drafts, builder=None, step=1):
+    """The next plan of rows that decode, each with so many drafts, and it is set out."""
+    builder = builder or PlanBuilder(seqs, looks_ahead=True)
+    counters, drafts = seqs.gather_ahead(rows), ids(*drafts)
+    plan = builder.build(step, rows, counters, drafts + 1, StepCopies(), drafts)
+    set_out(seqs, plan)
+    return plan
+
+
+def test_each_sampling_sequence_samples_behind_its_drafts_too():
+    """Sequence 0 has two drafts, 1 does not sample, 2 has none, 3 has one."""
+    behind, seq = behind_drafts(ids(2, 5, 0, 1), ids(0, 2, 3))
+    assert behind.tolist() == [2, 1, 0, 0, 1, 0]
+    assert seq.tolist() == [0, 0, 0, 2, 3, 3]
+    assert behind.dtype == seq.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("left", "granted"),
+    [(9, [3, 0, 5]), (8, [3, 0, 5]), (4, [3, 0, 1]), (2, [2, 0, 0]), (-1, [0] * 3)],
+)
+def test_what_is_left_goes_to_the_first(left, granted):
+    """Each gets what it asked for as long as there is any."""
+    assert in_order(ids(3, 0, 5), left).tolist() == granted
+
+
+def test_drafts_and_unknown_tokens_are_placeholders():
+    """The known last token of each row is there; where its drafts are the host does not see."""
+    seqs, rows = table_of(([1, 2, 3], 2, [1, 2]), ([4, 5], 1, [3]))
+    plan = build_ahead(seqs, rows, [2, 0])
+    assert plan.token_ids.tolist() == [3, PLACEHOLDER, PLACEHOLDER, 5]
+    assert plan.positions.tolist() == [2, 3, 4, 1]
+    assert plan.context_lens.tolist() == [5, 2]
+    assert plan.sample_seq.tolist() == [0, 0, 0, 1]
+    assert plan.sample_tokens.tolist() == [0, 1, 2, 3]
+    assert plan.sample_positions.tolist() == [3, 4, 5, 2]
+    assert plan.seeds.tolist() == [100, 100, 100, 101]
+    ahead = plan.ahead
+    assert ahead is not None
+    assert ahead.is_open.tolist() == [True, False]
+    assert (ahead.num_known.tolist(), ahead.num_pending.tolist()) == ([3, 2], [3, 1])
+    assert ahead.num_unsure.tolist() == [0, 0]
+
+
+def test_the_next_plan_begins_where_all_in_flight_would_be_accepted():
+    """With the first step's three tokens the second begins at position 5, or up to two before."""
+    seqs, rows = table_of(([1, 2, 3], 2, [1, 2, 3]))
+    builder = PlanBuilder(seqs, looks_ahead=True)
+    build_ahead(seqs, rows, [2], builder)
+    plan = build_ahead(seqs, rows, [1], builder, step=2)
+    assert plan.positions.tolist() == [5, 6]
+    assert plan.token_ids.tolist() == [PLACEHOLDER, PLACEHOLDER]
+    assert plan.ahead is not None
+    assert plan.ahead.num_unsure.tolist() == [2]
+    assert plan.ahead.num_known.tolist() == [3]
+
+
+def test_the_device_is_told_of_a_new_request_once():
+    """With the first plan after it got its row; what it is told stays as it was."""
+    seqs, rows = table_of(([1, 2, 3], 2, [1, 2]))
+    builder, seq = PlanBuilder(seqs, looks_ahead=True), seqs.at(0)
+    seq.draft_slot = 4
+    builder.started(seq)
+    first = build_ahead(seqs, rows, [0], builder).ahead
+    second = build_ahead(seqs, rows, [0], builder, step=2).ahead
+    assert first is not None
+    assert second is not None
+    (start,) = first.starts
+    assert (start.slot, start.request_id, start.token_ids.tolist()) == (4, "r0", [1, 2, 3])
+    assert (start.num_prompt_tokens, start.max_total_tokens) == (3, seq.max_total_tokens)
+    assert second.starts == ()
+
+
+def test_a_builder_that_does_not_look_ahead_tells_nothing():
+    """Its plans are complete."""
+    seqs, rows = table_of(([1, 2, 3], 2, [1]))
+    builder = PlanBuilder(seqs)
+    builder.started(seqs.at(0))
+    assert build(seqs, rows, [1], builder).ahead is None

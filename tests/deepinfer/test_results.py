@@ -1,10 +1,11 @@
-"""A result written back: counters, tokens, and who has ended."""
+"""A result written back: counters, tokens, and who has ended; of drafts what was accepted."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from deepinfer.plan import StepResult
+from deepinfer.lookahead import set_out
+from deepinfer.plan import AheadResult, StepResult
 from deepinfer.planning import PlanBuilder, StepCopies
 from deepinfer.results import write_back
 from deepinfer.sequence import SamplingParams, Sequence, SequenceTable
@@ -51,3 +52,117 @@ def test_a_row_that_changed_hands_gets_nothing():
     assert commit.token_ids.tolist() == [5, 8]
     assert (seqs.num_tokens[1], seqs.num_computed_tokens[1]) == (1, 0)
     assert seqs.token_ids[2, 2] == 8
+
+
+# -- plans that look ahead -------------------------------------------------------------------------
+
+
+def ids(*values):
+    return np.array(values, np.int32)
+
+
+def in_flight(*drafts, depth=1, stop=9):
+    """Sequences of five tokens, four computed, and plans that verify so many drafts of each."""
+    seqs = SequenceTable(4, 40, 4)
+    for index in range(len(drafts)):
+        sampling = SamplingParams(max_tokens=12, stop_token_id=stop)
+        seq = Sequence(f"r{index}", index, ids(1, 2, 3, 4, 5), 5, sampling)
+        seq.draft_slot = index + 1
+        seqs.add(seq, ids(2 * index + 1, 2 * index + 2))
+        seqs.num_computed_tokens[index] = 4
+    rows, builder, plans = np.arange(len(drafts)), PlanBuilder(seqs, looks_ahead=True), []
+    for step in range(1, depth + 1):
+        counters = seqs.gather_ahead(rows)
+        plan = builder.build(step, rows, counters, ids(*drafts) + 1, StepCopies(), ids(*drafts))
+        set_out(seqs, plan)
+        plans.append(plan)
+    return seqs, plans
+
+
+def verified(plan, tokens, num_new, num_verified, num_proposed):
+    """The result of a plan that looked ahead."""
+    ahead = AheadResult(ids(*num_new), ids(*num_verified), ids(*num_proposed))
+    return StepResult(
+        plan.step, ids(*tokens), -np.arange(len(tokens), dtype=np.float32), None, ahead
+    )
+
+
+COUNTERS = ("num_in_flight_tokens", "num_pending_tokens", "num_in_flight_drafts")
+
+
+def test_what_was_accepted_is_committed_and_nothing_is_left_in_flight():
+    """Two of three drafts, none of two, no draft at all: as many rows computed as tokens came."""
+    seqs, (plan,) = in_flight(3, 2, 0)
+    result = verified(plan, [6, 7, 8, 16, 26], [3, 1, 1], [3, 2, 0], [1, 0, 3])
+    commit = write_back(seqs, plan, result)
+    assert seqs.num_computed_tokens[:3].tolist() == [7, 5, 5]
+    assert seqs.num_tokens[:3].tolist() == [8, 6, 6]
+    assert seqs.token_ids[0, 5:9].tolist() == [6, 7, 8, 0]
+    assert seqs.token_ids[1:3, 5].tolist() == [16, 26]
+    assert seqs.logprobs[0, 5:8].tolist() == [0, -1, -2]
+    assert seqs.num_proposed_drafts[:3].tolist() == [1, 0, 3]
+    for counter in COUNTERS:
+        assert not getattr(seqs, counter).any(), counter
+    assert [seq.request_id for seq in commit.sequences] == ["r0", "r0", "r0", "r1", "r2"]
+    assert commit.token_ids.tolist() == [6, 7, 8, 16, 26]
+    assert commit.finished == []
+
+
+def test_what_is_still_in_flight_stays_counted():
+    """Of two steps the first is collected: the second may bring four tokens, three drafts."""
+    seqs, (first, second) = in_flight(3, depth=2)
+    assert [int(getattr(seqs, counter)[0]) for counter in COUNTERS] == [8, 8, 6]
+    write_back(seqs, first, verified(first, [6], [1], [3], [3]))
+    assert [int(getattr(seqs, counter)[0]) for counter in COUNTERS] == [4, 4, 3]
+    write_back(seqs, second, verified(second, [7, 8], [2], [3], [0]))
+    assert [int(getattr(seqs, counter)[0]) for counter in COUNTERS] == [0, 0, 0]
+    assert seqs.token_ids[0, 5:8].tolist() == [6, 7, 8]
+    assert seqs.num_computed_tokens[0] == 7
+
+
+def test_rejected_drafts_count_for_how_far_the_state_was_written():
+    """Three drafts behind four computed rows wrote up to 8; later steps do not take that back."""
+    seqs, (first, second) = in_flight(3, depth=2)
+    write_back(seqs, first, verified(first, [6], [1], [3], [0]))
+    assert seqs.num_written_tokens[0] == 8
+    write_back(seqs, second, verified(second, [7], [1], [0], [0]))
+    assert (seqs.num_written_tokens[0], seqs.num_computed_tokens[0]) == (8, 6)
+    assert seqs.state_end(0) == 8
+
+
+def test_a_sequence_that_ends_among_its_drafts_is_named_once():
+    """By the token that ends it, or by its length."""
+    seqs, (plan,) = in_flight(3, 3)
+    seqs.max_total_tokens[1] = 7
+    result = verified(plan, [6, 9, 16, 17], [2, 2], [3, 3], [0, 0])
+    commit = write_back(seqs, plan, result)
+    assert [(seq.request_id, why) for seq, why in commit.finished] == [
+        ("r0", "stop"),
+        ("r1", "length"),
+    ]
+
+
+def test_a_sequence_that_the_device_left_out_gets_nothing():
+    """It had ended by what the device knew, and its plan's rows are in flight no more."""
+    seqs, (plan,) = in_flight(3, 0)
+    commit = write_back(seqs, plan, verified(plan, [16], [0, 1], [0, 0], [0, 0]))
+    assert [seq.request_id for seq in commit.sequences] == ["r1"]
+    assert (seqs.num_tokens[0], seqs.num_computed_tokens[0]) == (5, 4)
+    assert not seqs.num_in_flight_tokens.any()
+
+
+def test_a_stale_frame_changes_no_counter_of_the_rows_new_owner():
+    """Several tokens of the old owner are skipped, and those behind them reach their sequence."""
+    seqs, (plan,) = in_flight(3, 3)
+    old = seqs.at(0)
+    seqs.remove(old)
+    seqs.add(old, ids(7, 8))  # resumed in the same row
+    seqs.num_in_flight_tokens[0], seqs.num_pending_tokens[0] = 5, 1
+    before = seqs.gather(np.array([0]))
+    commit = write_back(seqs, plan, verified(plan, [6, 7, 16], [2, 1], [3, 3], [2, 1]))
+    assert [seq.request_id for seq in commit.sequences] == ["r1"]
+    assert commit.token_ids.tolist() == [16]
+    assert commit.logprobs.tolist() == [-2]
+    assert [c.tolist() for c in seqs.gather(np.array([0]))] == [c.tolist() for c in before]
+    assert (seqs.num_pending_tokens[0], seqs.num_proposed_drafts[0]) == (1, 0)
+    assert (seqs.num_written_tokens[0], seqs.num_proposed_drafts[1]) == (0, 1)

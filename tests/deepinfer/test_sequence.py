@@ -123,3 +123,78 @@ def test_blocks_for_rounds_up():
 def test_temperatures_that_can_be_divided_by_pass(temperature):
     """Zero, the smallest one, numpy's and whole ones; integers of numpy for the rest."""
     SamplingParams(np.int64(3), temperature, np.int32(1), np.int32(0)).check("a")
+
+
+# -- steps in flight -------------------------------------------------------------------------------
+
+
+def in_flight(seqs, *, tokens=5, computed=4, rows=0, pending=0, drafts=0, last=20):
+    """A row with so much of it in flight, as an array of one row."""
+    row = seqs.add(request("a", [1] * tokens, max_tokens=last - tokens), ids(1))
+    seqs.num_computed_tokens[row], seqs.num_in_flight_tokens[row] = computed, rows
+    seqs.num_pending_tokens[row], seqs.num_in_flight_drafts[row] = pending, drafts
+    return np.array([row])
+
+
+@pytest.mark.parametrize(
+    ("flying", "num_tokens", "computed", "unsure"),
+    [
+        ({}, 5, 4, 0),
+        ({"rows": 1, "pending": 1}, 6, 5, 0),
+        ({"rows": 4, "pending": 4, "drafts": 3}, 9, 8, 3),
+        ({"rows": 8, "pending": 8, "drafts": 6}, 13, 12, 6),
+        ({"computed": 0, "rows": 3}, 5, 3, 0),  # a chunk: no token comes
+        ({"computed": 0, "rows": 5, "pending": 1}, 6, 5, 0),  # a prompt's last one: one token
+    ],
+)
+def test_ahead_is_where_a_row_will_be_if_all_in_flight_is_accepted(
+    seqs, flying, num_tokens, computed, unsure
+):
+    """And how much less it may be: the drafts in flight."""
+    rows = in_flight(seqs, **flying)
+    ahead = seqs.gather_ahead(rows)
+    assert (ahead.num_tokens.tolist(), ahead.num_computed_tokens.tolist()) == (
+        [num_tokens],
+        [computed],
+    )
+    assert ahead.num_in_flight_tokens.tolist() == [0]
+    assert seqs.num_unsure(rows, ahead).tolist() == [unsure]
+
+
+def test_a_row_that_goes_on_lacks_a_token(seqs):
+    """With all accepted it would have ended, and would not be asked for: one less than its last."""
+    rows = in_flight(seqs, rows=4, pending=4, drafts=3, last=8)
+    ahead = seqs.gather_ahead(rows)
+    assert (ahead.num_tokens.tolist(), ahead.num_computed_tokens.tolist()) == ([7], [6])
+    assert seqs.num_unsure(rows, ahead).tolist() == [1]  # 5 computed rows at least
+
+
+def test_what_is_gathered_ahead_is_a_copy(seqs):
+    """The planner changes it, and the table stays as it is."""
+    rows = in_flight(seqs, rows=1, pending=1)
+    seqs.gather_ahead(rows).num_tokens[:] = 0
+    assert (seqs.num_tokens[rows[0]], seqs.num_in_flight_tokens[rows[0]]) == (5, 1)
+
+
+def test_a_state_ends_where_it_was_ever_written_or_will_be(seqs):
+    """Rejected drafts and what a parent wrote count, and what is in flight."""
+    (row,) = in_flight(seqs, rows=3, pending=3, drafts=2)
+    assert seqs.state_end(row) == 7
+    seqs.num_written_tokens[row] = 9
+    assert seqs.state_end(row) == 9
+    seqs.remove(seqs.at(row))
+    fork = request("b", [1, 2, 3])
+    fork.num_computed_tokens, fork.num_written_tokens = 2, 6
+    assert seqs.add(fork, ids(1)) == row
+    assert seqs.state_end(row) == 6
+    seqs.remove(fork)
+    assert fork.num_written_tokens == 0
+
+
+def test_a_row_that_changes_hands_has_nothing_in_flight(seqs):
+    """Steps in flight are those of its last owner."""
+    (row,) = in_flight(seqs, rows=4, pending=4, drafts=3)
+    seqs.num_proposed_drafts[row] = 2
+    seqs.remove(seqs.at(row))
+    for counter in ("num_pending_tokens", "num_in_flight_drafts", "num_proposed_drafts"):
+        assert getattr(seqs, counter)[row] == 0

@@ -50,6 +50,33 @@ def test_memory_beside_torch_is_counted():
     assert missed.num_blocks - counted.num_blocks == 8
 
 
+def test_the_pool_of_the_report_about_memory_beside_torch():
+    """vllm#2031 in its own numbers: 31615 blocks of 1.25 MiB were granted, 20865 were there."""
+    block = 80 * 2 * 16 * 2 * 128 * 2  # layers, K and V, positions, heads of a GPU, width, bytes
+    beside = (31615 - 20865) * block
+    free, weights, activation = 80 * GIB, 33 * GIB, 80 * GIB - 33 * GIB - 31615 * block
+    start = Reading(free=free, own=0, torch=0, torch_unused=0)
+    torch = weights + activation
+    now = Reading(
+        free=free - torch - beside, own=torch + beside, torch=torch, torch_unused=activation
+    )
+    needs = Needs(weights, activation, num_slots=0, bytes_per_slot=0, bytes_per_block=block)
+    sizing = size_pool(start, now, needs)
+    assert sizing.num_blocks == 20865
+    assert dict(sizing.lines)["own growth beside torch"] == -beside
+    blind = replace(now, own=torch, free=free - torch)  # had nobody told of it
+    assert size_pool(start, blind, needs).num_blocks == 31615
+
+
+def test_memory_this_process_gives_back_is_no_growth():
+    """What it held beside torch before, and does not hold now, was never promised to blocks."""
+    smaller = replace(NOW, own=NOW.own - 3 * GIB, free=NOW.free + 3 * GIB)
+    assert own_growth(START, smaller) == 0
+    assert (
+        size_pool(START, smaller, NEEDS).bytes_for_blocks == 50.5 * GIB
+    )  # only the growth is gone
+
+
 def test_memory_of_others_at_the_start_is_not_ours():
     """vllm#19312: what others held before is not in what was free, and is not taken off again."""
     alone = size_pool(START, NOW, NEEDS)
@@ -75,6 +102,46 @@ def test_others_that_come_later_reduce_what_is_granted():
 def test_others_that_leave_give_nothing():
     """I17: never above what was free at the start."""
     assert size_pool(START, replace(NOW, free=NOW.free + 10 * GIB), NEEDS).num_blocks == 396
+
+
+def test_memory_of_others_that_come_and_go_is_counted_once():
+    """vllm#19312 both ways: 10 GiB that leave do not pay for 4 GiB of ours, nor ours for theirs."""
+    left = size_pool(START, replace(NOW, own=29 * GIB, free=NOW.free - 4 * GIB + 10 * GIB), NEEDS)
+    assert dict(left.lines)["own growth beside torch"] == -5 * GIB
+    assert dict(left.lines)["taken by others since"] == 0
+    assert left.num_blocks == 396 - 32
+    came = size_pool(START, replace(NOW, own=29 * GIB, free=NOW.free - 4 * GIB - 10 * GIB), NEEDS)
+    assert dict(came.lines)["own growth beside torch"] == -5 * GIB
+    assert dict(came.lines)["taken by others since"] == -10 * GIB
+    assert came.num_blocks == 396 - 32 - 80
+
+
+def test_what_torch_keeps_unused_is_available():
+    """Given back to torch is not lost, before loading and after the step; in use is."""
+    kept = size_pool(START, replace(NOW, free=NOW.free + 3 * GIB, torch=20 * GIB, torch_unused=0,
+                                    own=22 * GIB), NEEDS)  # fmt: skip
+    assert kept == size_pool(START, NOW, NEEDS), "the cache given to the driver: the same"
+    warm = replace(START, free=74 * GIB, own=6 * GIB, torch=5 * GIB, torch_unused=5 * GIB)
+    assert size_pool(warm, NOW, NEEDS) == size_pool(START, NOW, NEEDS)
+    leaked = size_pool(START, replace(NOW, torch_unused=1 * GIB), NEEDS)  # 2 GiB nobody explains
+    assert dict(leaked.lines)["taken by others since"] == -2 * GIB
+
+
+@pytest.mark.parametrize(("spare", "num_blocks"), [(-1, 9), (0, 10), (1, 10), (6, 10), (7, 11)])
+def test_whole_blocks_only(spare, num_blocks):
+    """What is exactly ten blocks makes ten, one byte less makes nine; block 0 is one of them."""
+    start = Reading(free=100 + 70 + spare, own=0, torch=0, torch_unused=0)
+    now = Reading(free=70 + spare, own=100, torch=100, torch_unused=0)
+    needs = Needs(100, 0, num_slots=0, bytes_per_slot=0, bytes_per_block=7)
+    sizing = size_pool(start, now, needs)
+    assert (sizing.num_blocks, sizing.bytes_for_blocks) == (num_blocks, 70 + spare)
+
+
+def test_slots_are_taken_off_twice_before_blocks():
+    """One byte more of a slot costs two for each slot: the state, and its copies on their way."""
+    plain = size_pool(START, NOW, NEEDS)
+    larger = size_pool(START, NOW, replace(NEEDS, bytes_per_slot=NEEDS.bytes_per_slot + 1))
+    assert plain.bytes_for_blocks - larger.bytes_for_blocks == 2 * NEEDS.num_slots
 
 
 def test_a_model_without_state_reserves_none():

@@ -15,6 +15,7 @@ read before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +43,10 @@ from deepinfer.models.hybrid.selection import (
     index_scores,
 )
 from deepinfer.models.hybrid.weights import AttentionWeights
+
+Part = tuple[Tensor, Tensor]
+"""Rows, and which of them are hidden from whom; see `softmax_over`."""
+PartsOf = Callable[[Tensor], list[Part]]
 
 
 @dataclass(slots=True)
@@ -85,20 +90,51 @@ class LayerAttention:
         self, x: Tensor, layout: StepLayout, published: Published, record: Record | None
     ) -> Tensor:
         """[T, D] of `x` [T, D], the normalised input; the layer's rows are stored."""
-        config = self._config
         rope = self._rope.index_select(0, layout.positions)
+        q, residual = self._queries(x, rope)
+        kv = self._latent(x, rope)
+        self._rows.write(x, layout)
+        if self._selector is not None:
+            self._selector.select(x, residual, rope, layout, published, record)
+        return self._out(self._attend(q, kv, layout, published), rope)
+
+    def keep(self, x: Tensor, layout: StepLayout) -> None:
+        """Store the window rows of `x` [n, D], one of each of `layout.window`, without a query."""
+        kept, cache = layout.window, self._cache
+        positions = layout.positions.index_select(0, kept.tokens)
+        kv = self._latent(x, self._rope.index_select(0, positions))
+        cache.write_window(self._number, kept.slots, kept.rows, kv)
+
+    def beside(self, x: Tensor, positions: Tensor, parts_of: PartsOf) -> Tensor:
+        """Attention of `x` [T, D] at `positions` over rows that the caller chooses; stores nothing.
+
+        Args:
+            parts_of: gives `softmax_over`'s parts; is given the window rows of `x` [T, dim], as
+                they would be read back.
+        """
+        rope = self._rope.index_select(0, positions)
+        q, _ = self._queries(x, rope)
+        parts = parts_of(self._cache.round_trip(WINDOW, self._latent(x, rope)))
+        q = q.view(len(parts[0][0]), -1, *q.shape[1:])
+        return self._out(softmax_over(q, parts, self._sink).flatten(0, 1), rope)
+
+    def _queries(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Scaled queries [T, H, dim], and what they are made of [T, q_lora_rank]."""
+        config = self._config
         residual = rms_norm(self._wq_a(x), self._q_norm, config.rms_norm_eps)
         q = self._wq_b(residual).view(len(x), -1, config.head_dim)
         if config.family == V4:
             q = rms_norm(q, None, config.rms_norm_eps)
-        rotate_(q, rope[:, None])
-        kv = rotate_(rms_norm(self._wkv(x), self._kv_norm, config.rms_norm_eps), rope)
-        self._rows.write(x, layout)
-        if self._selector is not None:
-            self._selector.select(x, residual, rope, layout, published, record)
-        out = self._attend(q.mul_(self._scale), kv, layout, published)
+        return rotate_(q, rope[:, None]).mul_(self._scale), residual
+
+    def _latent(self, x: Tensor, rope: Tensor) -> Tensor:
+        """Window rows [T, dim], not rounded yet."""
+        return rotate_(rms_norm(self._wkv(x), self._kv_norm, self._config.rms_norm_eps), rope)
+
+    def _out(self, out: Tensor, rope: Tensor) -> Tensor:
+        """[T, D] of what was read, [T, H, dim]."""
         rotate_(out, rope[:, None].conj())
-        grouped = out.view(len(x), config.o_groups, -1).transpose(0, 1)
+        grouped = out.view(len(out), self._config.o_groups, -1).transpose(0, 1)
         lora = torch.bmm(grouped, self._wo_a).transpose(0, 1).flatten(1)
         return self._wo_b(lora)
 

@@ -26,6 +26,7 @@ from deepinfer.models.hybrid.geometry import (
     OPEN,
     OPEN_INDEX,
     POSITIONS,
+    STREAMS,
     WINDOW,
     Geometry,
     Region,
@@ -103,6 +104,8 @@ class HybridCache:
         if kind in (OPEN, OPEN_INDEX):
             stored = self._formats[WINDOW].dtype
             return stored if stored == torch.float64 else torch.float32
+        if kind == STREAMS:
+            return self._dtype
         return torch.int64 if kind in (IDS, POSITIONS) else self._formats[kind].dtype
 
     def _view(self, region: Region, dtype: torch.dtype) -> Tensor:

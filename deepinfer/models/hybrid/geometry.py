@@ -19,14 +19,15 @@ So a block whose tokens are all committed holds final rows only, and may be shar
 
 A slot holds what one running request needs besides, in this order:
 
-    | rings of the stored layers | other rings | open groups | token ids | ring positions |
-    |<------ stored_bytes ------>|                                                        |
-    |<---------------------------- bytes_per_slot --------------------------------------->|
+    | rings of the stored layers | other rings | open groups | ids | streams | ring positions |
+    |<------ stored_bytes ------>|                                                            |
+    |<------------------------------ bytes_per_slot ----------------------------------------->|
 
     ring             ring_len window rows; position p in row p % ring_len
     open group       [kv | gate] of the tokens whose row is not made yet, fp32 (fp64 where the rows
                      are); p in row p % num_rows
     token ids        int64, what n-gram embeddings look back at; p in row p % num_rows
+    streams          behind the last layer, if draft layers read them; p in row p % num_rows
     ring positions   int64, the position each ring row holds; one for all rings of the slot
 
 Every part has rows for a whole step of 1 + `max_draft_tokens` tokens beside those looked back at,
@@ -39,6 +40,7 @@ layers' rings and nothing else.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -49,10 +51,12 @@ ALIGNMENT = 32  # bytes
 CACHES = ("fp64", "fp32", "bf16", "packed")  # fp64: for comparison with other implementations
 WINDOW, COMPRESSED, INDEX = "window", "compressed", "index"
 OPEN, OPEN_INDEX, IDS, POSITIONS = "open", "open_index", "ids", "positions"
+STREAMS = "streams"
 
 SCALE_BLOCK = {WINDOW: 32, COMPRESSED: 16, INDEX: 32}  # elements that share a one-byte scale
 _ELEMENT_BITS = {WINDOW: 8, COMPRESSED: 4, INDEX: 4}
 _FLOAT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def row_bytes(cache: str, kind: str, dim: int) -> int:
@@ -69,14 +73,19 @@ def row_bytes(cache: str, kind: str, dim: int) -> int:
     check_name("kind of row", kind, SCALE_BLOCK)
     if cache in _FLOAT_BYTES:
         return dim * _FLOAT_BYTES[cache]
+    _check_width("cache: 'packed'", kind, dim)
+    return dim * _ELEMENT_BITS[kind] // 8 + dim // SCALE_BLOCK[kind]
+
+
+def _check_width(rounding: str, kind: str, dim: int) -> None:
+    """Rows that are rounded fall into blocks that share a scale."""
     block = SCALE_BLOCK[kind]
     if dim % block:
         raise UserError(
-            f"cache: 'packed' {kind} rows have a scale for every {block} elements, and their width "
+            f"{rounding} {kind} rows have a scale for every {block} elements, and their width "
             f"{dim} is not a multiple of it",
-            hint="fp32 and bf16 rows can have any width",
+            hint="fp32 and bf16 rows without `qat` can have any width",
         )
-    return dim * _ELEMENT_BITS[kind] // 8 + dim // block
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +109,7 @@ class Region:
     """A part of a slot: `num_rows` rows, the first of them `offset` bytes from the slot's start.
 
     `layer` is None for what all layers share. `stored`: a store of finished requests keeps it.
+    `draft`: only draft layers use it.
     """
 
     name: str
@@ -109,6 +119,7 @@ class Region:
     num_rows: int
     bytes_per_row: int
     stored: bool = False
+    draft: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -146,7 +157,7 @@ class Geometry:
 
         Raises:
             UserError: a ratio and `block_size` of which neither divides the other, rows that cannot
-                be packed, or a ring shorter than the model needs.
+                be rounded or packed, or a ring shorter than the model needs.
         """
         check_int("block_size", block_size, 1)
         if ring_len is None:
@@ -194,26 +205,35 @@ def _rows(config: HybridConfig, layer: Layer, block_size: int) -> tuple[PagedRow
     """What a source layer keeps in every block."""
     ratio = layer.ratio
     if block_size % ratio and ratio % block_size:
-        near = [size for size in (block_size // ratio * ratio, _ceil(block_size, ratio)) if size]
+        every = math.lcm(*(source.ratio for source in config.sources))
+        near = [size for size in (block_size // every * every, _ceil(block_size, every)) if size]
         raise UserError(
             f"block_size: {block_size} and the ratio {ratio} of layer {layer.index} do not divide "
             "one another",
-            hint=f"a block would hold part of a row; {' or '.join(map(str, dict.fromkeys(near)))} "
-            "fits this layer",
+            hint=f"a block would hold part of a row; {' or '.join(map(str, near))} "
+            "fits every layer",
         )
     per_block = max(block_size // ratio, 1)
     kinds = [(COMPRESSED, config.head_dim)]
     if layer.index_keys is not None:
         kinds.append((INDEX, config.index_head_dim))
     return tuple(
-        PagedRows(layer.index, kind, ratio, per_block, row_bytes(config.cache, kind, dim))
+        PagedRows(layer.index, kind, ratio, per_block, _row_bytes(config, kind, dim))
         for kind, dim in kinds
     )
 
 
+def _row_bytes(config: HybridConfig, kind: str, dim: int) -> int:
+    """Bytes of one row of a model, whose rows may be rounded without being stored packed."""
+    num_bytes = row_bytes(config.cache, kind, dim)
+    if config.qat:
+        _check_width("qat: rounded", kind, dim)
+    return num_bytes
+
+
 def _regions(config: HybridConfig, ring_len: int) -> list[Region]:
     """The parts of a slot in order, not placed yet."""
-    window = row_bytes(config.cache, WINDOW, config.head_dim)
+    window = _row_bytes(config, WINDOW, config.head_dim)
     regions = [
         Region(
             f"layer {layer.index} window",
@@ -226,11 +246,18 @@ def _regions(config: HybridConfig, ring_len: int) -> list[Region]:
         )
         for layer in config.layers
     ]
+    regions += [
+        Region(f"draft layer {number} window", layer.index, WINDOW, 0, ring_len, window, draft=True)
+        for number, layer in enumerate(config.draft_layers)
+    ]
     for layer in config.sources:
         regions += _open_groups(config, layer)
+    num_kept = 1 + config.max_draft_tokens  # beside those looked back at
     if config.engram is not None:
-        num_ids = config.engram.look_back + 1 + config.max_draft_tokens
-        regions.append(Region("token ids", None, IDS, 0, num_ids, 8))
+        regions.append(Region("token ids", None, IDS, 0, config.engram.look_back + num_kept, 8))
+    if config.kept_width:
+        num_bytes = config.kept_width * _DTYPE_BYTES[config.dtype]
+        regions.append(Region("streams", None, STREAMS, 0, 1 + num_kept, num_bytes, draft=True))
     regions.append(Region("ring positions", None, POSITIONS, 0, ring_len, 8))
     return regions
 

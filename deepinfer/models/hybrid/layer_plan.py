@@ -22,10 +22,11 @@ come before it, and a layer has its own window whatever else it reads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepinfer.errors import UserError, check_int
+from deepinfer.models.hybrid.draft_plan import DraftPlan, dspark_plan, mtp_plan
 
 V4, V41 = "deepseek_v4", "deepseek_v41"
 FAMILIES = (V4, V41)
@@ -173,6 +174,7 @@ class HybridConfig:
     hc_eps: float = 1e-6
     rms_norm_eps: float = 1e-20
     engram: Engram | None = None
+    draft: DraftPlan | None = None
     num_stored_layers: int = 0
     max_draft_tokens: int = 5
     dtype: str = "float32"
@@ -204,10 +206,47 @@ class HybridConfig:
         """Whether a sublayer's mix is used by the next one (V4.1), not by itself (V4)."""
         return self.family == V41
 
+    @property
+    def draft_layers(self) -> tuple[Layer, ...]:
+        """The draft layers, numbered behind the model's own."""
+        first = len(self.layers)
+        return tuple(Layer(first + i) for i in range(self.draft.num_layers if self.draft else 0))
+
+    @property
+    def of_draft_layers(self) -> HybridConfig:
+        """The sizes of the draft layers."""
+        assert self.draft is not None, "this model has none"
+        num, chosen = self.draft.n_routed_experts, self.draft.num_experts_per_tok
+        return replace(self, n_routed_experts=num, num_experts_per_tok=chosen)
+
+    @property
+    def kept_width(self) -> int:
+        """Numbers kept of each of a request's last tokens for the draft layers to go on from.
+
+        MTP reads the streams behind the model's last layer. A block reads rows of its rings alone.
+        """
+        reads_streams = self.draft is not None and not self.draft.block_size
+        return self.hc_mult * self.hidden_size if reads_streams else 0
+
+    def served(self, with_drafts: bool) -> HybridConfig:
+        """The same with its draft layers, or without them where nobody asks them.
+
+        Raises UserError if they are asked for and the model has none.
+        """
+        if with_drafts and self.draft is None:
+            raise UserError(
+                f"drafter: 'mtp' asks the model's own draft layers, and this {self.family} model "
+                "has none",
+                hint="a config that has some says num_nextn_predict_layers",
+            )
+        return self if with_drafts else replace(self, draft=None)
+
     def check(self) -> None:
         """Raise UserError, naming the key, for a geometry this network cannot have."""
         if self.family not in FAMILIES:
             raise UserError(f"family: {self.family!r} is not one of {', '.join(FAMILIES)}")
+        if not self.layers:
+            raise UserError("layers: none; at least one")
         for key in (
             *("vocab_size", "hidden_size", "num_attention_heads", "head_dim", "q_lora_rank"),
             *("qk_rope_head_dim", "o_groups", "o_lora_rank", "sliding_window", "index_n_heads"),
@@ -220,6 +259,11 @@ class HybridConfig:
                 f"qk_rope_head_dim: {self.qk_rope_head_dim}; must be even and at most head_dim "
                 f"{self.head_dim}"
             )
+        if self.index_head_dim < self.qk_rope_head_dim:
+            raise UserError(
+                f"index_head_dim: {self.index_head_dim}; at least qk_rope_head_dim "
+                f"{self.qk_rope_head_dim}, the part that is rotated"
+            )
         if self.num_attention_heads % self.o_groups:
             raise UserError(
                 f"o_groups: {self.o_groups} does not divide {self.num_attention_heads} heads"
@@ -228,6 +272,15 @@ class HybridConfig:
             raise UserError(
                 f"num_experts_per_tok: {self.num_experts_per_tok} of "
                 f"{self.n_routed_experts} experts"
+            )
+        if self.draft is not None:
+            self.draft.check(self.vocab_size, len(self.layers))
+        if any(layer.candidates for layer in self.layers):  # without candidates nothing is read
+            check_int("candidate_topk_blocks", self.candidate_topk_blocks, 1)
+            check_int("candidate_block_size", self.candidate_block_size, 1)
+        if self.engram is not None and not 0 <= self.engram.pad_id < self.vocab_size:
+            raise UserError(
+                f"engram_pad_id: {self.engram.pad_id}; token ids are 0 to {self.vocab_size - 1}"
             )
 
 
@@ -296,6 +349,7 @@ def v41_config(raw: Mapping[str, Any], **overrides: Any) -> HybridConfig:
         candidate_topk_blocks=raw.get("candidate_topk_blocks", 0),
         candidate_block_size=raw.get("candidate_block_size", 8),
         engram=engram,
+        draft=dspark_plan(raw),
     )
     return HybridConfig(V41, tuple(layers), **{**shared, **overrides})
 
@@ -329,6 +383,7 @@ def v4_config(raw: Mapping[str, Any], **overrides: Any) -> HybridConfig:
         rope_theta=main.get("rope_theta", 10000.0),
         compress_rope_theta=compress.get("rope_theta", 160000.0),
         yarn=_yarn(compress),
+        draft=mtp_plan(raw),
     )
     return HybridConfig(V4, tuple(layers), **{**shared, **overrides})
 

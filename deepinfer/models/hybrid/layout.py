@@ -202,7 +202,11 @@ class RowsRead:
 
 @dataclass(slots=True)
 class StepLayout:
-    """What all layers of one step share. `token_ids`, `positions`: int64 [T]."""
+    """What all layers of one step share. `token_ids`, `positions`: int64 [T].
+
+    `ids`: of each token's own and the ones before it. `streams`: of the token before each of
+    `window.tokens`. Both with what of the step's own is kept.
+    """
 
     token_ids: Tensor
     positions: Tensor
@@ -210,6 +214,8 @@ class StepLayout:
     closings: dict[Compressor, Closing]
     ids: Lookback | None
     kept_ids: Kept | None
+    streams: Lookback | None = None
+    kept_streams: Kept | None = None
     tiles: list[Tile] = field(default_factory=list)
     tags: list[RingTags] = field(default_factory=list)
     found_tags: list[Tensor] = field(default_factory=list)

@@ -2,8 +2,8 @@
 
 Index arithmetic on the host, once per step; what it makes is uploaded.
 
-Knows plans, geometry and the tags of ring rows; no weights. Invariant: whether a ring row may be
-read is decided here and nowhere else.
+Knows plans, geometry and the tags of ring rows; no weights. Invariant: whether a step may read a
+ring row is decided here and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deepinfer.device.base import Device
 from deepinfer.models.hybrid.cache import HybridCache
-from deepinfer.models.hybrid.geometry import IDS, OPEN
+from deepinfer.models.hybrid.geometry import IDS, OPEN, STREAMS
 from deepinfer.models.hybrid.layer_plan import Compressor, HybridConfig
 from deepinfer.models.hybrid.layout import (
     Bools,
@@ -55,6 +55,8 @@ class Layouts:
             assert layer.compressor is not None
             region = geometry.region(OPEN, layer.index)
             self._compressors[layer.compressor] = region.num_rows if region else 0
+        streams = geometry.region(STREAMS)
+        self._num_streams = streams.num_rows if streams else 0
         ids = geometry.region(IDS)
         self._num_ids = ids.num_rows if ids else 0
         self._look_back = config.engram.look_back if config.engram else 0
@@ -82,6 +84,11 @@ class Layouts:
             pairs = np.repeat(seqs, self._look_back + 1), wanted.ravel()
             layout.ids = self._lookback(plan, *pairs, self._num_ids)
             layout.kept_ids = self._kept(plan, self._num_ids)
+        if self._num_streams:
+            tokens = self._kept_tokens(plan, self._geometry.ring_len)
+            seqs = np.repeat(np.arange(plan.num_seqs), plan.num_scheduled)[tokens]
+            layout.streams = self._lookback(plan, seqs, positions[tokens] - 1, self._num_streams)
+            layout.kept_streams = self._kept(plan, self._num_streams)
         self._add_tiles(layout, plan)
         return layout
 
@@ -89,11 +96,14 @@ class Layouts:
 
     def _kept(self, plan: StepPlan, num_rows: int) -> Kept:
         """Each sequence's last `num_rows` tokens of the step, at position % num_rows."""
-        last = plan.context_lens.repeat(plan.num_scheduled) - num_rows
-        tokens = np.flatnonzero(plan.positions >= last)
+        tokens = self._kept_tokens(plan, num_rows)
         slots = plan.state_ids.repeat(plan.num_scheduled)[tokens]
         rows = plan.positions[tokens] % num_rows
         return Kept(self._upload(tokens), self._upload(slots), self._upload(rows))
+
+    def _kept_tokens(self, plan: StepPlan, num_rows: int) -> Ints:
+        last = plan.context_lens.repeat(plan.num_scheduled) - num_rows
+        return np.flatnonzero(plan.positions >= last)
 
     def _lookback(self, plan: StepPlan, seqs: Ints, positions: Ints, num_rows: int) -> Lookback:
         """Of (sequence, position) pairs, int64 [n] each."""

@@ -14,19 +14,22 @@ import torch
 from torch import Tensor
 
 from deepinfer.errors import UserError, nearest_hint
+from deepinfer.models.hybrid.draft_plan import DraftPlan
 from deepinfer.models.hybrid.drawing import Drawn
 from deepinfer.models.hybrid.engram_tables import engram_tables
 from deepinfer.models.hybrid.layer_plan import V4, Compressor, HybridConfig, Layer
-from deepinfer.models.hybrid.weight_names import canonical
+from deepinfer.models.hybrid.weight_names import DRAFT, canonical
 from deepinfer.models.hybrid.weights import (
     AttentionWeights,
     CompressorWeights,
+    DSparkWeights,
     EngramWeights,
     HybridWeights,
     IndexerWeights,
     LayerWeights,
     MixWeights,
     MoeWeights,
+    MtpWeights,
     caster,
     mapped,
 )
@@ -42,12 +45,20 @@ def load_weights(config: HybridConfig, state: Mapping[str, Tensor]) -> HybridWei
     `config`; `engram_multipliers` [L, n], `engram_primes` [L, n-1, heads] and `engram_offsets`
     [L, columns] of the L Engram layers replace them.
 
+    Draft layers of `config` are left out if the file has none of their tensors (transformers drops
+    them), and those of the file if `config` has none.
+
     Raises:
         UserError: `config` is no geometry of this network; names are missing or too many; a shape
             is another than `config` says.
     """
     config.check()
     named = _tables(config) | canonical(state)
+    drafts = [name for name in named if DRAFT.search(name)]
+    if config.draft is None:
+        for name in drafts:
+            del named[name]
+    config = config.served(config.draft is not None and bool(drafts))
     expected: dict[str, tuple[int, ...]] = {}
 
     def note(name: str, *shape: int) -> Tensor:
@@ -110,31 +121,14 @@ def _build(
     engram_layers = [layer.index for layer in config.layers if layer.engram]
 
     def of_layer(layer: Layer) -> LayerWeights:
-        name = f"layers.{layer.index}."
+        own = _layer(config, layer, _prefixed(get, f"layers.{layer.index}."))
+        if not layer.engram:
+            return own
+        number = engram_layers.index(layer.index)
+        part = _prefixed(get, f"layers.{layer.index}.")
+        return dataclasses.replace(own, engram=_engram(config, number, get, part))
 
-        def part(suffix: str, *shape: int) -> Tensor:
-            return get(name + suffix, *shape)
-
-        return LayerWeights(
-            attn_norm=part("attn_norm", hidden),
-            ffn_norm=part("ffn_norm", hidden),
-            attn_mix=_mix(config, get, f"{name}hc_attn"),
-            ffn_mix=_mix(config, get, f"{name}hc_ffn"),
-            attention=_attention(config, layer, part),
-            moe=_moe(config, layer, part),
-            engram=_engram(config, engram_layers.index(layer.index), get, part)
-            if layer.engram
-            else None,
-        )
-
-    hc_head = None
-    if config.family == V4:
-        streams = config.hc_mult
-        hc_head = MixWeights(
-            get("hc_head_fn", streams, streams * hidden),
-            get("hc_head_base", streams),
-            get("hc_head_scale", 1),
-        )
+    hc_head = _head_mix(config, get) if config.family == V4 else None
     weights = HybridWeights(
         embed=get("embed", vocab, hidden),
         layers=(),
@@ -145,7 +139,64 @@ def _build(
     )
     layers = tuple(place(of_layer(layer)) for layer in config.layers)
     placed: HybridWeights = place(weights)
-    return dataclasses.replace(placed, layers=layers)
+    draft = place(_draft(config, config.draft, get)) if config.draft is not None else None
+    return dataclasses.replace(placed, layers=layers, draft=draft)
+
+
+def _prefixed(get: Get, prefix: str) -> Get:
+    return lambda name, *shape: get(prefix + name, *shape)
+
+
+def _layer(config: HybridConfig, layer: Layer, get: Get) -> LayerWeights:
+    """All of a layer but its n-gram embeddings."""
+    hidden = config.hidden_size
+    return LayerWeights(
+        attn_norm=get("attn_norm", hidden),
+        ffn_norm=get("ffn_norm", hidden),
+        attn_mix=_mix(config, get, "hc_attn"),
+        ffn_mix=_mix(config, get, "hc_ffn"),
+        attention=_attention(config, layer, get),
+        moe=_moe(config, layer, get),
+        engram=None,
+    )
+
+
+def _draft(config: HybridConfig, plan: DraftPlan, get: Get) -> MtpWeights | DSparkWeights:
+    """The draft layers: `mtp.0` and so on, of which the first reads and the last has a head."""
+    hidden, vocab, rank = config.hidden_size, config.vocab_size, plan.markov_rank
+    parts = [_prefixed(get, f"mtp.{number}.") for number in range(plan.num_layers)]
+    layers = [
+        _layer(config.of_draft_layers, layer, part)
+        for layer, part in zip(config.draft_layers, parts, strict=True)
+    ]
+    first, last = parts[0], parts[-1]
+    if not plan.block_size:
+        return MtpWeights(
+            layers=(layers[0],),
+            enorm=first("enorm", hidden),
+            hnorm=first("hnorm", hidden),
+            e_proj=first("e_proj", hidden, hidden),
+            h_proj=first("h_proj", hidden, hidden),
+            hc_head=_head_mix(config, last),
+            norm=last("norm", hidden),
+        )
+    return DSparkWeights(
+        layers=tuple(layers),
+        main_proj=first("main_proj", hidden, len(plan.targets) * hidden),
+        main_norm=first("main_norm", hidden),
+        norm=last("norm", hidden),
+        markov_embed=last("markov_head.embed", vocab, rank),
+        markov_head=last("markov_head.head", vocab, rank),
+    )
+
+
+def _head_mix(config: HybridConfig, get: Get) -> MixWeights:
+    streams = config.hc_mult
+    return MixWeights(
+        get("hc_head_fn", streams, streams * config.hidden_size),
+        get("hc_head_base", streams),
+        get("hc_head_scale", 1),
+    )
 
 
 def _mix(config: HybridConfig, get: Get, name: str) -> MixWeights:

@@ -12,11 +12,13 @@ its own sequence only, and not on how its tokens were spread over steps, up to r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepinfer.config import MAX_DRAFTS
 from deepinfer.device.base import Device
 from deepinfer.models.hybrid.attention import LayerAttention, Published
 from deepinfer.models.hybrid.cache import HybridCache
@@ -26,6 +28,7 @@ from deepinfer.models.hybrid.layers import (
     ALL,
     EngramLayer,
     HeadMix,
+    Linear,
     Mix,
     Moe,
     Record,
@@ -40,6 +43,22 @@ from deepinfer.models.hybrid.layers import (
 from deepinfer.models.hybrid.layout import StepLayout
 from deepinfer.models.hybrid.weights import HybridWeights, LayerWeights
 
+
+@dataclass(slots=True)
+class Taps:
+    """What draft layers read of a step's forward pass.
+
+    Attributes:
+        targets: layers whose inputs are wanted.
+        inputs: of each of these [T, D], the mean over the streams it reads.
+        streams: [T, S, D], behind the last layer.
+    """
+
+    targets: tuple[int, ...]
+    inputs: list[Tensor] = field(default_factory=list)
+    streams: Tensor | None = None
+
+
 Recorder = Callable[[int, str, "slice | Tensor", Tensor], None]
 """A `Record` of every layer: the layer's number comes first."""
 
@@ -52,6 +71,9 @@ class HybridNetwork:
         max_positions: the longest a sequence can be.
 
     Attributes:
+        head: logits [n, V] of the normed [n, D].
+        rope: complex [positions, r], of layers that see a window alone; with draft layers for
+            positions behind the end too.
         recorder: told what each layer chose; None (tests set it).
     """
 
@@ -65,43 +87,49 @@ class HybridNetwork:
     ) -> None:
         self.recorder: Recorder | None = None
         self._config, self._weights, self._cache = config, weights, cache
-        ropes = _rope_tables(config, weights, max_positions)
+        beyond = MAX_DRAFTS + config.draft.block_size if config.draft else 0
+        ropes = _rope_tables(config, weights, max_positions + beyond)
+        self.rope = ropes[0]
         self._layers = [
-            _LayerNetwork(config, layer, of_layer, ropes[layer.ratio > 0], cache, device)
+            LayerNetwork(config, layer, of_layer, ropes[layer.ratio > 0], cache, device)
             for layer, of_layer in zip(config.layers, weights.layers, strict=True)
         ]
-        self._head = linear_of(device, weights.head)
+        self.head = linear_of(device, weights.head)
         self._head_mix = None
         if weights.hc_head is not None:
             self._head_mix = HeadMix(config, weights.hc_head, device)
 
     @torch.inference_mode()
-    def forward(self, layout: StepLayout, rows: Tensor | None) -> Tensor | None:
+    def forward(
+        self, layout: StepLayout, rows: Tensor | None, taps: Taps | None = None
+    ) -> Tensor | None:
         """Compute a step: its rows, keys and open groups go into the cache.
 
         Args:
             layout: of the step, with its tiles.
             rows: int64 [M], tokens whose logits are wanted; None if none are.
+            taps: filled in.
 
         Returns:
             Logits [M, vocab_size]; None without `rows`.
         """
         config = self._config
-        embedded = F.embedding(layout.token_ids, self._weights.embed)
-        streams = embedded[:, None].repeat(1, config.hc_mult, 1)
-        pre = wide(streams.new_zeros(len(streams), config.hc_mult))
-        pre[:, 0] = 1
+        streams, pre = spread(F.embedding(layout.token_ids, self._weights.embed), config.hc_mult)
         ids, published = self._ids(layout), Published()
         for layer in self._layers:
-            streams, pre = layer.forward(streams, pre, ids, layout, published, self.recorder)
+            streams = layer.enter(streams, ids, self.recorder)
+            if taps is not None and layer.number in taps.targets:
+                taps.inputs.append(streams.mean(1))
+            streams, pre = layer.forward(streams, pre, layout, published, self.recorder)
+        if taps is not None:
+            taps.streams = streams
         if rows is None:
             return None
         streams, pre = streams.index_select(0, rows), pre.index_select(0, rows)
         if self._head_mix is not None:
             pre = self._head_mix(streams)
         last = rms_norm(collapse(streams, pre), self._weights.norm, config.rms_norm_eps)
-        logits: Tensor = self._head(last)
-        return logits
+        return self.head(last)
 
     def _ids(self, layout: StepLayout) -> Tensor | None:
         """Of each token the own compressed id and those before it, int64 [T, n]."""
@@ -118,8 +146,8 @@ class HybridNetwork:
         return ids.view(len(own), -1)
 
 
-class _LayerNetwork:
-    """One layer."""
+class LayerNetwork:
+    """One layer; `number` counts from 0, draft layers behind the model's own."""
 
     def __init__(
         self,
@@ -130,50 +158,88 @@ class _LayerNetwork:
         cache: HybridCache,
         device: Device,
     ) -> None:
-        self._number = layer.index
+        self.number = layer.index
         self._eps, self._single_pass = config.rms_norm_eps, config.single_pass
         self._norms = weights.attn_norm, weights.ffn_norm
         self._mixes = Mix(config, weights.attn_mix, device), Mix(config, weights.ffn_mix, device)
-        self._attention = LayerAttention(config, layer, weights.attention, rope, cache, device)
+        self.attention = LayerAttention(config, layer, weights.attention, rope, cache, device)
         self._moe = Moe(config, weights.moe, device)
         self._engram = (
             EngramLayer(config, weights.engram, device) if weights.engram is not None else None
         )
 
+    def enter(self, streams: Tensor, ids: Tensor | None, recorder: Recorder | None) -> Tensor:
+        """The streams the layer reads: with its n-gram embeddings, if it has any."""
+        if self._engram is None or ids is None:
+            return streams
+        return self._engram(streams, ids, self._record(recorder))
+
     def forward(
         self,
         streams: Tensor,
         pre: Tensor,
-        ids: Tensor | None,
         layout: StepLayout,
         published: Published,
         recorder: Recorder | None,
     ) -> tuple[Tensor, Tensor]:
         """The streams behind the layer [T, S, D], and the mix its successor reads by [T, S]."""
-        record = self._record(recorder) if recorder is not None else None
-        if self._engram is not None and ids is not None:
-            streams = self._engram(streams, ids, record)
+        record = self._record(recorder)
 
         def attend(x: Tensor) -> Tensor:
-            return self._attention(x, layout, published, record)
+            return self.attention(x, layout, published, record)
 
-        def choose(x: Tensor) -> Tensor:
-            return self._moe(x, layout.token_ids, record)
-
-        for which, sublayer in enumerate((attend, choose)):
-            own_pre, post, comb = self._mixes[which](streams)
-            x = collapse(streams, pre if self._single_pass else own_pre)
-            y = sublayer(rms_norm(x, self._norms[which], self._eps))
-            streams, pre = expand(streams, post, comb, y), own_pre
+        streams, pre = self.around(attend, streams, pre, layout.token_ids, record)
         if record is not None:
             record("streams", ALL, streams)
         return streams, pre
 
-    def _record(self, recorder: Recorder) -> Record:
+    def around(
+        self,
+        attend: Linear,
+        streams: Tensor,
+        pre: Tensor | None,
+        token_ids: Tensor,
+        record: Record | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward`, with `attend`, [T, D] of the normed [T, D], for its attention.
+
+        Without single passes (V4) `pre` is not looked at.
+        """
+
+        def choose(x: Tensor) -> Tensor:
+            return self._moe(x, token_ids, record)
+
+        for which, sublayer in enumerate((attend, choose)):
+            own_pre, post, comb = self._mixes[which](streams)
+            reads_by = pre if self._single_pass else own_pre
+            assert reads_by is not None
+            x = collapse(streams, reads_by)
+            y = sublayer(rms_norm(x, self._norms[which], self._eps))
+            streams, pre = expand(streams, post, comb, y), own_pre
+        assert pre is not None
+        return streams, pre
+
+    def attention_input(self, streams: Tensor) -> Tensor:
+        """What attention is given where a sublayer reads by its own mix (V4): [T, D]."""
+        own_pre, _, _ = self._mixes[0](streams)
+        return rms_norm(collapse(streams, own_pre), self._norms[0], self._eps)
+
+    def _record(self, recorder: Recorder | None) -> Record | None:
+        if recorder is None:
+            return None
+
         def record(name: str, tokens: slice | Tensor, value: Tensor) -> None:
-            recorder(self._number, name, tokens, value)
+            recorder(self.number, name, tokens, value)
 
         return record
+
+
+def spread(x: Tensor, num_streams: int) -> tuple[Tensor, Tensor]:
+    """`x` [T, D] in every stream [T, S, D], and the mix that reads the first one alone [T, S]."""
+    streams = x[:, None].repeat(1, num_streams, 1)
+    pre = wide(streams.new_zeros(len(streams), num_streams))
+    pre[:, 0] = 1
+    return streams, pre
 
 
 def _rope_tables(config: HybridConfig, weights: HybridWeights, num: int) -> tuple[Tensor, Tensor]:

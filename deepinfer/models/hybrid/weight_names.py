@@ -1,8 +1,9 @@
 """One naming for the tensors of both families, whatever file they come from.
 
 The names are those of the V4.1 checkpoints without a final `.weight`, with the experts of a layer
-stacked (`layers.3.ffn.experts.w1`). Three forms are read: that one, the same with a name per expert
-(`layers.3.ffn.experts.0.w1.weight`), and transformers' names of V4 (`model.layers.3.mlp...`).
+stacked (`layers.3.ffn.experts.w1`); draft layers are `mtp.0` and so on. Three forms are read: that
+one, the same with a name per expert (`layers.3.ffn.experts.0.w1.weight`), and transformers' names
+of V4 (`model.layers.3.mlp...`).
 
 Knows names, not shapes. Invariant: no two tensors get one name, and none is dropped but those of
 parts this network does not have (`UNUSED`).
@@ -21,8 +22,9 @@ from deepinfer.errors import UserError
 
 Key = TypeVar("Key", str, int)
 
-# Image tokens and draft layers: another computation, not a part of this one left out.
-UNUSED = re.compile(r"(^|\.)mtp\.|\.gate\.bias_vl$")
+# Image tokens, and how sure a draft is: other computations, not parts of this one left out.
+UNUSED = re.compile(r"\.gate\.bias_vl$|(^|\.)mtp\.\d+\.confidence_head\.")
+DRAFT = re.compile(r"^mtp\.")
 
 _TRANSFORMERS = [
     (r"^embed_tokens$", "embed"),
@@ -50,7 +52,7 @@ _TRANSFORMERS = [
     (r"\.shared_experts\.up_proj$", ".shared_experts.w3"),
     (r"\.(shared_experts|experts)\.down_proj$", r".\1.w2"),
 ]
-_OF_EXPERT = re.compile(r"^(layers\.\d+\.ffn\.experts)\.(\d+)\.(w[123])$")
+_OF_EXPERT = re.compile(r"^((?:layers|mtp)\.\d+\.ffn\.experts)\.(\d+)\.(w[123])$")
 
 
 def canonical(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

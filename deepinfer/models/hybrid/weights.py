@@ -131,9 +131,39 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpWeights:
+    """V4's draft layer: `enorm`, `hnorm` [D] and `e_proj`, `h_proj` [D, D] of the token and of each
+    stream it reads; `hc_head` and `norm` [D] before the model's head.
+    """
+
+    layers: tuple[LayerWeights]
+    enorm: Tensor
+    hnorm: Tensor
+    e_proj: Tensor
+    h_proj: Tensor
+    hc_head: MixWeights
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DSparkWeights:
+    """V4.1's draft layers: `main_proj` [D, n*D] and `main_norm` [D] of the n layers they read;
+    `norm` [D] before the model's head; `markov_embed`, `markov_head` [V, rank], what the token
+    before adds to a token's logit.
+    """
+
+    layers: tuple[LayerWeights, ...]
+    main_proj: Tensor
+    main_norm: Tensor
+    norm: Tensor
+    markov_embed: Tensor
+    markov_head: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class HybridWeights:
     """`embed`, `head` [V, D], `norm` [D], the layers, V4's `hc_head`; `token_map` int64 [V] with an
-    Engram: the ids its hashes are made of.
+    Engram: the ids its hashes are made of; draft layers, if the model has some and they were given.
     """
 
     embed: Tensor
@@ -142,6 +172,7 @@ class HybridWeights:
     head: Tensor
     hc_head: MixWeights | None
     token_map: Tensor | None
+    draft: MtpWeights | DSparkWeights | None = None
 
     def to(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> HybridWeights:
         """The same on `device`, floats as `dtype`.

@@ -16,8 +16,9 @@ from typing import Any
 
 from deepinfer.errors import UserError, nearest_hint
 from deepinfer.testing.explorer.choices import ChoiceDevice
+from deepinfer.testing.model import VOCAB_SIZE
 from deepinfer.testing.tokens import prefixes
-from deepinfer.testing.world import VOCAB_SIZE, World
+from deepinfer.testing.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +153,8 @@ DO: dict[str, tuple[Callable[[World, Action], bool], Callable[[World, Action], o
     "add": (_can_add, _add),
     "fork": (_can_fork, _fork),
     "abort": (lambda w, a: a.name in w.tokens, lambda w, a: w.abort(a.name)),
-    "submit": (lambda w, a: w.plan is None and bool(w.tokens), lambda w, a: w.submit()),
-    "collect": (lambda w, a: w.plan is not None, lambda w, a: w.collect()),
+    "submit": (lambda w, a: w.can_submit and bool(w.tokens), lambda w, a: w.submit()),
+    "collect": (lambda w, a: bool(w.in_flight), lambda w, a: w.collect()),
     "load": (_can_load, lambda w, a: w.load(a.name, a.tokens)),
     "use": (lambda w, a: a.name in w.transfers.held, lambda w, a: w.use(a.name)),
     "drop": (lambda w, a: a.name in w.transfers.held, lambda w, a: w.drop(a.name)),

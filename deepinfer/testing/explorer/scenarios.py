@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from deepinfer.testing.explorer.actions import Action, Program
 
 STEP = (Action("submit"), Action("collect"))
+TWO_AHEAD = (Action("submit"), *STEP)  # and one of them is collected
 ADD_A = Action("add", "a", tokens=3, max_tokens=2)
+STOP_OF_A = 8  # the third token that it says
+VERIFYING: dict[str, int | str] = {"overlap": "on", "drafts": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +178,74 @@ _ALL = (
                 (ADD_A, *STEP),
             ),
         ),
+    ),
+    Scenario(
+        "finish-ahead",
+        "a request says its stop token with the next step in flight; another takes its blocks",
+        num_blocks=6,
+        program=Program(
+            (Action("add", "a", tokens=3, max_tokens=6, stop=STOP_OF_A),),
+            (
+                (*TWO_AHEAD, *STEP, *STEP, *STEP),
+                (Action("add", "b", tokens=4, max_tokens=2),),
+            ),
+        ),
+        settings={"overlap": "on"},
+    ),
+    Scenario(
+        "abort-ahead",
+        "a request is aborted with three steps in flight; a load takes its blocks",
+        num_blocks=4,
+        program=Program(
+            (Action("add", "a", tokens=2, max_tokens=5), Action("submit"), Action("submit")),
+            (
+                (Action("submit"), Action("collect")),
+                (Action("abort", "a"),),
+                (Action("load", "x", tokens=4), Action("use", "x")),
+            ),
+        ),
+        settings={"overlap": "2"},
+    ),
+    Scenario(
+        "preempt-ahead",
+        "a request is preempted and comes back to its row while results of before are on their way",
+        num_blocks=5,
+        program=Program(
+            (
+                Action("add", "a", tokens=3, max_tokens=4),
+                Action("add", "b", tokens=3, max_tokens=4),
+                *(Action("submit"), *TWO_AHEAD),
+            ),
+            (3 * STEP, (Action("abort", "a"),)),
+        ),
+        settings={"overlap": "2", "max_num_seqs": 2},
+    ),
+    Scenario(
+        "reject-ahead",
+        "drafts are rejected with the next step in flight; another request takes what they held",
+        num_blocks=9,
+        program=Program(
+            (Action("add", "a", tokens=3, max_tokens=12),),
+            (
+                (*TWO_AHEAD, *STEP, *STEP, *STEP),
+                (Action("add", "b", tokens=3, max_tokens=2),),
+            ),
+        ),
+        settings=VERIFYING,
+    ),
+    Scenario(
+        "fork-ahead",
+        "a parent that verifies drafts is forked and aborted; a load takes the source of the copy",
+        num_blocks=5,
+        program=Program(
+            (Action("add", "a", tokens=3, max_tokens=6), *TWO_AHEAD),
+            (
+                STEP,
+                (Action("fork", "b", of="a", max_tokens=2), Action("abort", "a")),
+                (Action("load", "x", tokens=4), Action("use", "x")),
+            ),
+        ),
+        settings=VERIFYING,
     ),
     Scenario(
         "mixed",

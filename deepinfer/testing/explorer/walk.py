@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from deepinfer.config import EngineConfig
+from deepinfer.config import MAX_DRAFTS, EngineConfig
 from deepinfer.names import (
     ADMISSIONS,
     DISCIPLINES,
     FENCES,
     FORK_TAIL_COPIES,
     FREE_ORDERS,
+    OVERLAPS,
     PREEMPTIONS,
     RELEASE_POLICIES,
     UNSAFE_POLICIES,
@@ -150,6 +151,9 @@ def draw_setup(rng: random.Random, release: str) -> Setup:
     streams = rng.choice((SEPARATE, SEPARATE, SEPARATE, ONE))
     if rng.random() < 0.5:  # of a model whose requests have state
         config = replace(config, num_state_slots=rng.randint(2, 8))
+    if rng.random() < 0.6:
+        drafts = rng.choice((0, 1, 3, MAX_DRAFTS))
+        config = replace(config, overlap=rng.choice(OVERLAPS), drafts=drafts)
     return Setup(config, streams)
 
 
@@ -159,8 +163,8 @@ def draw_action(rng: random.Random, world: World) -> Action:
     readable = world.readable_ids()
     name = f"r{world.num_actions}"
     kinds = {
-        "collect": 6 * (world.plan is not None),
-        "submit": 6 * (world.plan is None and bool(live)),
+        "collect": 6 * bool(world.in_flight),
+        "submit": 6 * (world.can_submit and bool(live)),
         "add": 2 * (len(live) < MAX_LIVE),
         "fork": 2 * (len(live) < MAX_LIVE and bool(running)),
         "abort": bool(live),

@@ -3,6 +3,7 @@
 `FAULTS` has all of them by name. Never imported by the engine.
 """
 
+from deepinfer.testing.faults.ahead import AHEAD
 from deepinfer.testing.faults.computed import COMPUTED
 from deepinfer.testing.faults.harness import ENGINE, MAX_STEPS, Outcome, run_trial
 from deepinfer.testing.faults.ownership import OWNERSHIP
@@ -11,6 +12,6 @@ from deepinfer.testing.faults.plant import Fault, FaultList
 from deepinfer.testing.faults.queued import QUEUED
 from deepinfer.testing.faults.slots import SLOTS
 
-FAULTS = FaultList({**OWNERSHIP, **PLANNED, **QUEUED, **COMPUTED, **SLOTS})
+FAULTS = FaultList({**OWNERSHIP, **PLANNED, **QUEUED, **COMPUTED, **SLOTS, **AHEAD})
 
 __all__ = ["ENGINE", "FAULTS", "MAX_STEPS", "Fault", "Outcome", "run_trial"]

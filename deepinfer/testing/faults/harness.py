@@ -13,12 +13,14 @@ from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.engine import LLMEngine
 from deepinfer.observer import Observer
 from deepinfer.runners import Model, Weights, load_model
+from deepinfer.testing.faults.ahead import LOOKS_AHEAD
 from deepinfer.testing.faults.plant import Fault
 from deepinfer.testing.faults.pool_rows import PoolRows
 from deepinfer.testing.faults.scenario import CONFIG, MODEL, MODEL_WITH_STATE, Scenario
 from deepinfer.testing.transfers import Transfers
 
 MAX_STEPS = 100
+FEW_TOKENS = 4  # the vocabulary where drafts are verified, so that some are right
 ENGINE = "engine"  # the column of what the engine itself refused
 
 
@@ -45,6 +47,14 @@ def _weights(model: Model) -> Weights:
     return load_model(model, SteppedCpuDevice())
 
 
+def _model(has_state: bool, num_drafts: int) -> Model:
+    """The scenario's network, with few tokens and long rings where it verifies drafts."""
+    vocab_size = FEW_TOKENS if num_drafts else MODEL.vocab_size
+    if has_state:
+        return replace(MODEL_WITH_STATE, vocab_size=vocab_size, max_draft_tokens=num_drafts)
+    return replace(MODEL, vocab_size=vocab_size)
+
+
 def run_trial(
     fault: Fault | None,
     seed: int,
@@ -54,6 +64,7 @@ def run_trial(
     max_steps: int = MAX_STEPS,
     stop_at_first: bool = False,
     with_state: bool = False,
+    ahead: bool = False,
     observers: tuple[Observer, ...] = (),
 ) -> Outcome:
     """Run the scenario of `seed` until every checker found something, or `max_steps`.
@@ -63,14 +74,14 @@ def run_trial(
         transfers: whether a client loads and saves blocks beside the engine.
         with_state: run a model whose requests have state; it is always run where a fault wants
             state slots.
+        ahead: plan steps ahead, with drafts; so it is always where a fault wants it.
         stop_at_first: stop as soon as one checker found something.
         observers: told of everything as well.
     """
-    settings = dict(fault.settings) if fault else {}
+    settings = dict(LOOKS_AHEAD if ahead else {}) | (fault.settings if fault else {})
     if release is not None:
         settings["release"] = release
-    has_state = with_state or "num_state_slots" in settings
-    model: Model = MODEL_WITH_STATE if has_state else MODEL
+    model = _model(with_state or "num_state_slots" in settings, settings.get("drafts", 0))
     device = SteppedCpuDevice()
     with LLMEngine(
         model,

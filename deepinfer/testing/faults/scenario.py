@@ -147,13 +147,13 @@ class Scenario:
     # -- what happens ----------------------------------------------------------------------------
 
     def _submit(self) -> bool:
-        """Queue a step; without one, and with requests waiting, give them the client's blocks."""
-        if self._engine.submit():
+        """Queue what may be in flight; if nothing is, give who waits the client's blocks."""
+        if self._engine.submit_all():
             return True
         if self._transfers is not None and self._transfers.held:
             for name in self._transfers.held:
                 self._transfers.drop(name)
-            if self._engine.submit():
+            if self._engine.submit_all():
                 return True
         if self._engine.has_unfinished():
             raise StallError("requests are unfinished, and none can run")
@@ -228,4 +228,4 @@ class Scenario:
         return f"{kind}{self._num_names}"
 
     def _tokens(self, count: int) -> np.ndarray:
-        return self._rng.integers(0, MODEL.vocab_size, count)
+        return self._rng.integers(0, self._engine.model.vocab_size, count)

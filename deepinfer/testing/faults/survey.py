@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import median_low
 
 from deepinfer.names import CHECKS, RELEASE_POLICIES, UNSAFE_POLICIES
@@ -15,7 +16,7 @@ from deepinfer.testing.faults.harness import ENGINE, Outcome, run_trial
 from deepinfer.testing.faults.plant import Fault
 
 COLUMNS = (*CHECKS, ENGINE)
-CLEAN, STATE = "clean", "state"
+CLEAN, STATE, LOOKING_AHEAD = "clean", "state", "ahead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class Row:
 
     Attributes:
         name, what, report: of the fault; of a clean engine its policy, its company, and nothing.
-            With `STATE` in its name, in a model whose requests have state slots.
+            With `STATE` in its name, in a model whose requests have state slots; with
+            `LOOKING_AHEAD` the clean engine plans steps ahead and verifies drafts.
         is_clean: whether it has no fault.
         num_seeds: scenarios run.
         num_found: by column, in how many of them something was found; columns without any left out.
@@ -58,12 +60,20 @@ def survey(faults: Sequence[Fault], num_seeds: int) -> Iterator[Row]:
     for release in RELEASE_POLICIES:
         alone = release in UNSAFE_POLICIES
         company = "no other writer" if alone else "loads and saves beside it"
-        for with_state in (False, True):
+        for ahead, with_state in product((False, True), repeat=2):
             runs = [
-                run_trial(None, seed, release=release, transfers=not alone, with_state=with_state)
+                run_trial(
+                    None,
+                    seed,
+                    release=release,
+                    transfers=not alone,
+                    with_state=with_state,
+                    ahead=ahead,
+                )
                 for seed in seeds
             ]
-            yield _row(_name(f"{CLEAN}, {release}", with_state), company, "", True, runs)
+            name = _name(f"{CLEAN}, {release}", with_state)
+            yield _row(f"{name}, {LOOKING_AHEAD}" if ahead else name, company, "", True, runs)
     for fault in faults:
         for with_state in (False, True) if fault.of_client else (False,):
             runs = [run_trial(fault, seed, with_state=with_state) for seed in seeds]

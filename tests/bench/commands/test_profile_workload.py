@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from bench.commands import main, profile, profile_workload
 from bench.probes.check_cost import CheckCost, CheckProfile
 from bench.probes.memory import MemoryProfile, MemorySample
-from bench.probes.step import PolicyFacts, StepProfile, StepRow
+from bench.probes.step import GapRow, PolicyFacts, StepProfile, StepRow
 from bench.stats import Estimate, Interval
 from deepinfer.errors import UserError
 
@@ -23,6 +23,11 @@ STEP = StepProfile(
         StepRow("deferred", "device", "forward", 900.0, 890.0, 990.0, 0.9),
         StepRow("early", "host", "schedule", 21.0, 20.0, 41.0, 0.021),
         StepRow("early", "device", "forward", 901.0, 891.0, 991.0, 0.901),
+    ),
+    gaps=(
+        GapRow("deferred", "off", 500.0, 5.0, 4.0),
+        GapRow("deferred", "on", 20.0, 0.5, 0.25),
+        GapRow("early", "off", None, None, None),
     ),
     policies=(
         PolicyFacts(
@@ -70,6 +75,25 @@ def figures(monkeypatch):
     monkeypatch.setattr("bench.probes.step.profile_steps", steps)
     monkeypatch.setattr("bench.probes.memory.profile_memory", lambda resolved, **_: MEMORY)
     return asked
+
+
+def test_the_host_gap_stands_beside_that_with_overlap(figures):
+    """On one line per policy; a run without a gap has no figure, and JSON has all of them."""
+    text = " ".join(run_profile("step", *COMMON, "--release", "deferred,early").output.split())
+    assert (
+        "deferred: host gap between steps, not watched: overlap off 500.0 us, 4.00 % of the step "
+        "(median; 5.00 % of all the time); overlap on 20.0 us, 0.25 % of the step "
+        "(median; 0.50 % of all the time)"
+    ) in text
+    assert "early: host gap between steps, not watched: overlap off - us" in text
+    found = json.loads(run_profile("step", *COMMON, "--format", "json").output)
+    assert found["gaps"][1] == {
+        "release": "deferred",
+        "overlap": "on",
+        "median_us": 20.0,
+        "percent": 0.5,
+        "median_percent": 0.25,
+    }
 
 
 def test_policies_stand_side_by_side(figures):

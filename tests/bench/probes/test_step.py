@@ -12,7 +12,7 @@ from bench.probes.step import (
     busy_ns,
     profile_steps,
     step_times,
-    with_release,
+    with_engine,
 )
 from bench.probes.watch import Span
 from bench.probes.watched_engine import draw_requests, run_plain, run_watched
@@ -46,7 +46,7 @@ def target(resolved):
 @pytest.mark.parametrize("release", ["deferred", "blocking", "step"])
 def test_host_parts_add_up_and_device_parts_fit_in(resolved, target, release):
     """To the rounding of a float, under policies that wait at different places."""
-    watched = run_watched(with_release(resolved, release), target, draw_requests(resolved))
+    watched = run_watched(with_engine(resolved, release=release), target, draw_requests(resolved))
     steps = step_times(watched)
     assert len(steps) == len(watched.result.steps)
     for times, step in zip(steps, watched.steps, strict=True):
@@ -89,6 +89,10 @@ def test_every_policy_has_all_parts_and_its_price():
         assert policy.num_wrong == 0
         assert policy.observer.num_values == 2
         assert policy.clock_error_us == policy.drift_us == 0
+    assert [(gap.release, gap.overlap) for gap in profile.gaps] == [
+        (release, overlap) for release in ("deferred", "early") for overlap in ("off", "on")
+    ]
+    assert all(0 <= gap.median_percent <= 100 and gap.median_us >= 0 for gap in profile.gaps)
     assert said[:2] == ["deferred: warm-up", "early: warm-up"]
     assert said[2:4] == ["deferred: round 1 of 2", "early: round 1 of 2"]
 

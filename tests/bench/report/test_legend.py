@@ -36,6 +36,22 @@ def test_every_column_shown_is_explained_once(comparison):
     assert "Withheld peak, memory: largest." in said
 
 
+def test_what_is_planned_ahead_is_explained_where_it_is_shown(synthetic):
+    """Gaps and blocks ahead with `overlap`; drafts beside them where there are some."""
+    said = {}
+    for drafts in (0, 2):
+        run = synthetic(f"run{drafts}", config={"engine": {"overlap": "on", "drafts": drafts}})
+        run.round(run.cell())
+        table = build_table(run.end())
+        said[drafts] = "\n".join(build_legend(table, table.columns))
+    for start in ("gap: ", "ahead: "):
+        assert said[0].count(start) == said[2].count(start) == 1
+    for start in ("ITL delivery: ", "acceptance length: ", "accept at k: ", "drafts' peak: "):
+        assert (said[0].count(start), said[2].count(start)) == (0, 1)
+    assert "Blocks shrunk" not in said[0]
+    assert "drafts, rows rejected, blocks shrunk: median of the rounds." in said[2]
+
+
 def test_columns_that_are_not_shown_are_not_explained(comparison):
     """Two columns chosen: their two sentences, in each format that has a legend."""
     table = apply_view(build_table(comparison), View(columns=("release", "later", "tpot_ms")))

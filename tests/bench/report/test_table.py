@@ -134,3 +134,30 @@ def test_blocks_and_slots_stand_apart_where_there_are_slots(synthetic):
     without = synthetic("without")
     without.round(without.cell())
     assert "held_slots_peak" not in [c.key for c in build_table(without.end()).columns]
+
+
+AHEAD = ["gap_us", "gap_percent", "ahead_blocks_peak", "ahead_blocks_mean", "held_blocks_peak"]
+DRAFTS = ["drafts_proposed", "acceptance_length", "acceptance_1", "draft_blocks_peak"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "axes", "ahead", "num_rates"),
+    [
+        ({}, {}, False, 0),
+        ({"overlap": "off", "drafts": 0}, {}, False, 0),
+        ({"overlap": "on", "drafts": 0}, {}, True, 0),
+        ({"overlap": "off", "drafts": 0}, {"overlap": "2"}, True, 0),
+        ({"overlap": "off", "drafts": 2}, {}, True, 2),
+        ({"overlap": "off", "drafts": 0}, {"drafts": 3}, True, 3),
+        ({"overlap": "on", "drafts": 3}, {"overlap": "off", "drafts": 0}, False, 0),
+    ],
+)
+def test_columns_of_what_is_planned_ahead(synthetic, engine, axes, ahead, num_rates):
+    """Only where a cell has it, by its axes or what all share; rates as far as drafts go."""
+    run = synthetic(config={"engine": engine})
+    run.round(run.cell({"release": "step", "free_order": "reverse", **axes}))
+    keys = [column.key for column in build_table(run.end()).columns]
+    assert [key in keys for key in AHEAD] == [ahead] * len(AHEAD)
+    assert [key in keys for key in DRAFTS] == [num_rates > 0] * len(DRAFTS)
+    assert sum(key.startswith("acceptance_") for key in keys) == num_rates + (num_rates > 0)
+    assert len(keys) == len(set(keys))

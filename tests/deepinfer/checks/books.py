@@ -8,6 +8,7 @@ import numpy as np
 
 from deepinfer.config import EngineConfig
 from deepinfer.observer import KV, Access
+from deepinfer.sequence import SequenceTable
 
 SIZE = 4
 CONFIG = EngineConfig(
@@ -21,11 +22,12 @@ CONFIG = EngineConfig(
 
 
 class RunningHost:
-    """What the order checker asks of a host: who has which row."""
+    """What the order checker asks of a host: who has which row, and how far it has come."""
 
     def __init__(self) -> None:
         self.config = CONFIG
         self.states = None
+        self.seqs = SequenceTable(CONFIG.max_num_seqs, CONFIG.max_model_len, SIZE)
         self.num_steps = 1
         self.running = []
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from deepinfer.block_manager import BlockManager
-from deepinfer.checks.blocks import ObservedBlocks
+from deepinfer.checks.blocks import ObservedBlocks, observed
 from deepinfer.errors import OutOfBlocksError, OwnershipError
 from deepinfer.observer import Observer
+from deepinfer.prefix_cache import CachingBlockManager
 
 
 class Log(Observer):
@@ -20,6 +21,12 @@ class Log(Observer):
 
     def pinned(self, ids):
         self.calls.append(("pinned", list(ids)))
+
+    def hit(self, ids):
+        self.calls.append(("hit", list(ids)))
+
+    def published(self, block_id):
+        self.calls.append(("published", block_id))
 
     def released(self, table, ids, fenced):
         self.calls.append(("released", list(table), list(ids), fenced))
@@ -70,3 +77,15 @@ def test_what_is_not_watched_is_forwarded(blocks):
     assert (blocks.num_free, blocks.num_held, blocks.discipline) == (3, 2, "fifo")
     assert blocks.ref_counts(np.array([1, 5])).tolist() == [1, 0]
     assert not hasattr(blocks, "no_such_thing")
+
+
+def test_hits_and_published_blocks_are_told(log):
+    """Of a pool that keeps keys; neither a key that another block has nor a refused hit."""
+    blocks = observed(CachingBlockManager(6), log)
+    blocks.allocate(2)
+    assert blocks.publish(1, "a")
+    assert not blocks.publish(2, "a")
+    blocks.take_hits(blocks.match("a", 1))
+    with pytest.raises(OwnershipError):
+        blocks.take_hits([2])
+    assert log.calls[1:] == [("published", 1), ("hit", [1])]

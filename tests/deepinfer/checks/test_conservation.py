@@ -333,11 +333,36 @@ def test_a_preempted_request_forgets_its_committed_rows(core):
     assert core.said == ["'c' waits with 6 committed rows in 0 blocks"]
 
 
-def test_tokens_in_flight_end_with_the_step(core):
-    """None are left when nothing is in flight."""
+@pytest.mark.parametrize(
+    ("counter", "found"),
+    [
+        ("num_in_flight_tokens", "(2, 0, 0)"),
+        ("num_pending_tokens", "(1, 1, 0)"),
+        ("num_in_flight_drafts", "(1, 0, 1)"),
+    ],
+)
+def test_what_is_counted_in_flight_is_what_the_plans_say(core, counter, found):
+    """Found once while a step is in flight, and nothing once its result was taken off."""
+    core.submit()
+    assert not core.said
+    row = core.scheduler.find("a").row
+    getattr(core.scheduler.seqs, counter)[row] += 1
+    core.checker.settled(2)
+    core.checker.settled(2)
+    assert core.said == [
+        f"'a' counts (tokens computed, tokens brought, drafts) in flight as {found}; by the plans "
+        "it is (1, 0, 0)"
+    ]
+
+
+def test_nothing_is_in_flight_when_all_is_collected(core):
+    """Then no request counts anything."""
     core.scheduler.seqs.num_in_flight_tokens[core.scheduler.find("a").row] = 1
     core.checker.settled(2)
-    assert core.said == ["'a' has 7 tokens, 6 committed rows and 1 tokens in flight"]
+    assert core.said == [
+        "'a' counts (tokens computed, tokens brought, drafts) in flight as (1, 0, 0); by the plans "
+        "it is (0, 0, 0)"
+    ]
 
 
 def test_rows_counted_as_committed_were_written_since_the_block_was_handed_out(core):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deepinfer.checks.plans import PlanCheck
+from deepinfer.checks.plans import PlanCheck, what_ran
 from deepinfer.sequence import SamplingParams, Sequence, SequenceTable
 from tests.deepinfer.step_plans import Run, step_plan
 
@@ -145,3 +145,29 @@ def test_rows_that_nobody_wrote_are_found(seqs):
     assert found(seqs, step_plan(RUNS, SIZE), filled=[0, 4, 1, 4, 1, 0, 0, 0]) == [
         "r1 reads 2 rows of block 4; 1 were written since it was handed out"
     ]
+
+
+def ran(seqs, plan):
+    return [message for _, message in what_ran(plan, seqs, "r{}".format)]
+
+
+def test_a_step_that_went_on_where_its_requests_are_is_right(seqs):
+    """Drafts may be any tokens; a row that has changed hands is left out."""
+    tokens = [*range(6), 77]
+    plan = step_plan([Run(tokens, [1, 2], computed=5, scheduled=2), RUNS[1]], SIZE)
+    assert ran(seqs, plan) == []
+    seqs.epochs[0] += 1
+    assert ran(seqs, replace(plan, positions=with_entry(plan.positions, 0, 9))) == []
+
+
+def test_a_step_that_ran_from_somewhere_else_is_found(seqs):
+    """As a count of accepted drafts would have it that is one too high."""
+    plan = step_plan([replace(RUNS[0], computed=4), RUNS[1]], SIZE)
+    assert ran(seqs, plan) == ["r0 has 5 committed rows, and the step computed from position 4 on"]
+
+
+def test_a_step_that_ran_with_another_token_is_found(seqs):
+    """As a placeholder that nobody replaced."""
+    plan = step_plan(RUNS, SIZE)
+    plan = replace(plan, token_ids=with_entry(plan.token_ids, 1, 0))
+    assert ran(seqs, plan) == ["position 6 of r1 was computed with token 0; its token there is 6"]

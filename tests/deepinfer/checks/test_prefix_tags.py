@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deepinfer.checks.prefix_tags import MAX_POSITIONS, NUM_ENDED, PrefixTags
+from deepinfer.checks.prefix_tags import MAX_POSITIONS, NUM_ENDED, PrefixTags, go_on
 from deepinfer.errors import UserError
 from deepinfer.plan import WrongRows
 from deepinfer.planning import PlanBuilder, StepCopies
@@ -177,3 +177,23 @@ def test_more_positions_than_a_tag_tells_are_refused(seqs):
     PrefixTags(seqs, MAX_POSITIONS, lambda rows: NAMES[rows])
     with pytest.raises(UserError, match=f"max_model_len: {MAX_POSITIONS + 1}; expected at most"):
         PrefixTags(seqs, MAX_POSITIONS + 1, lambda rows: NAMES[rows])
+
+
+def test_tags_go_on_from_a_sum_as_if_the_tokens_had_been_known(seqs, tags):
+    """What the host knows and what the device goes on with: the tags of the whole."""
+    tokens = np.random.default_rng(1).integers(0, 2**31, WIDTH).tolist()
+    _, row = add(seqs, tokens)
+    rows = np.array([row], np.intp)
+    for known in (1, 7, WIDTH - 1):
+        _, sums = tags.up_to(rows, seqs.epochs[rows], np.array([known], np.int32))
+        rest = go_on(sums[0], known, np.array(tokens[known:], np.int32))
+        assert rest.tolist() == tag_row(tokens)[known:]
+    assert go_on(sums[0], WIDTH, np.empty(0, np.int32)).tolist() == []
+
+
+def test_tags_may_be_asked_for_wider_than_they_are_known(seqs, tags):
+    """The device puts the rest in: 0 behind each context."""
+    _, row = add(seqs, [4, 5, 6])
+    rows, known = np.array([row], np.intp), np.array([3], np.int32)
+    (found,), _ = tags.up_to(rows, seqs.epochs[rows], known, 7)
+    assert found.tolist() == [*tag_row([4, 5, 6]), 0, 0, 0, 0]

@@ -22,7 +22,11 @@ def test_a_name_is_enough_for_prompt_lookup():
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("replay", "needs the tokens of a reference run"), ("ngramm", "unknown name 'ngramm'")],
+    [
+        ("replay", "needs the tokens of a reference run"),
+        ("mtp", "asks the model's own draft layers"),
+        ("ngramm", "unknown name 'ngramm'"),
+    ],
 )
 def test_a_name_that_is_not_enough_is_refused(name, message):
     """A replay without references, and a name nobody has, are errors of the user."""

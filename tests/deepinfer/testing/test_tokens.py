@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from deepinfer.testing.tokens import EMPTY, TokenRunner, next_token, prefixes
+from tests.deepinfer.step_plans import Run, step_plan
 
 
 def test_a_row_depends_on_all_tokens_before_it():
@@ -36,3 +39,22 @@ def test_wrong_rows_are_counted_one_by_one():
     runner.rows = [0, 0, 1, 2, 3, 4]
     assert runner.count_wrong([2, 1], [3, 4, 1]) == 0
     assert runner.count_wrong([2, 1], [3, 5, 2]) == 2
+
+
+def test_drafts_are_computed_as_they_are():
+    """Rows behind the known tokens follow from the drafts; each token sampled sees those before."""
+    runner, right = TokenRunner(4, 2, 1000), prefixes([5, 6, 7])
+    runner.rows[2:4] = right[:2]
+    runner.expect(3, {0: prefixes([5, 6, 7, 8, 9])})
+    plan = step_plan([Run([5, 6, 7, 1], [1, 3], computed=2, scheduled=2)], 2)
+    plan = replace(
+        plan,
+        step=3,
+        sample_tokens=np.array([0, 1], np.int32),
+        sample_seq=np.array([0, 0], np.int32),
+    )
+    found = runner.forward(plan).result(3).token_ids.tolist()
+    with_draft = prefixes([5, 6, 7, 1])
+    assert runner.rows[6:8] == with_draft[2:]
+    assert found == [next_token(right, 1000), next_token(with_draft, 1000)]
+    assert runner.wrong_rows == 0

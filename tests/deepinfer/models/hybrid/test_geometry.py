@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 
 from deepinfer.errors import UserError
+from deepinfer.models.hybrid.draft_plan import DraftPlan
 from deepinfer.models.hybrid.geometry import (
     ALIGNMENT,
     COMPRESSED,
@@ -55,6 +56,20 @@ def test_v41_flash_slot():
     assert geometry.bytes_per_slot == 40 * 70_752 + 3 * opened + ids + positions == 2_917_280
 
 
+def test_the_released_draft_layers():
+    """Three rings more of a V4.1 slot: 43 times 70,752; V4's MTP keeps a ring and 7 positions of
+    four streams."""
+    block = DraftPlan(3, 128, 3, 5, 128799, (37, 38, 39), 256)
+    v41, v4 = v41_flash(draft=block), v4_flash(draft=DraftPlan(1, 256, 6))
+    v41.check()
+    rings = [part for part in Geometry.of(v41, 128).slot if part.kind == WINDOW]
+    assert sum(part.num_bytes for part in rings) == 3_042_336
+    assert [part.layer for part in rings if part.draft] == [40, 41, 42]
+    assert Geometry.of(v41, 128).stored_bytes == 1_415_040
+    more = Geometry.of(v4, 128).bytes_per_slot - Geometry.of(v4_flash(), 128).bytes_per_slot
+    assert more == 70_752 + 7 * 4 * 4096 * 2
+
+
 def test_v4_flash_numbers():
     """21 layers of ratio 4 with keys, 20 of ratio 128 without, rings in all 43."""
     geometry = Geometry.of(v4_flash(), 128)
@@ -90,7 +105,7 @@ def test_regions_are_aligned_and_do_not_overlap(config: HybridConfig):
 
 def test_padding_between_regions():
     """A ring that is no multiple of 32 bytes is followed by padding, inside the stored part too."""
-    config = v41_flash(cache="fp32", num_stored_layers=2, sliding_window=8)
+    config = v41_flash(cache="fp32", qat=False, num_stored_layers=2, sliding_window=8)
     geometry = Geometry.of(replace(config, head_dim=33), 128)
     assert geometry.ring_bytes == 14 * 33 * 4 == 1848
     assert geometry.slot[1].offset == 1856
@@ -141,12 +156,32 @@ def test_a_block_that_would_hold_part_of_a_row_is_refused(block_size, part, hint
         assert hint in str(caught.value.hint)
 
 
+def test_the_block_size_of_the_hint_fits_every_layer():
+    """Not only the one that is refused: 126 and 129 are multiples of 3, and 4 divides neither."""
+    config = v41_flash()
+    source = config.layers[2]
+    layers = [
+        replace(source, index=index, ratio=ratio, source=index, selector=index)
+        for index, ratio in enumerate((3, 4))
+    ]
+    config = replace(config, layers=tuple(layers), engram=None, num_stored_layers=0)
+    with pytest.raises(UserError, match="block_size: 128 and the ratio 3 of layer 0") as caught:
+        Geometry.of(config, 128)
+    assert "120 or 132 fits every layer" in str(caught.value.hint)
+    for size in (120, 132):
+        Geometry.of(config, size)
+
+
 @pytest.mark.parametrize(
     ("make", "part"),
     [
         (lambda: Geometry.of(v41_flash(), 128, ring_len=133), "ring_len: 133; at least 134"),
         (lambda: Geometry.of(v41_flash(num_stored_layers=41), 128), "num_stored_layers: 41; 0 to"),
         (lambda: Geometry.of(v41_flash(index_head_dim=48), 128), "packed' index rows .* width 48"),
+        (
+            lambda: Geometry.of(v41_flash(cache="fp32", qat=True, head_dim=528), 128),
+            "qat: rounded window rows .* width 528",
+        ),
     ],
 )
 def test_other_geometries_that_cannot_be(make, part):

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from bench.dense.hybrid import HybridDense
 from deepinfer.errors import UserError
+from deepinfer.models.hybrid.draft_plan import DraftPlan
 from deepinfer.models.hybrid.engram_tables import engram_tables
 from deepinfer.models.hybrid.layer_plan import Engram, HybridConfig, v4_config, v41_config
 from deepinfer.models.hybrid.loading import draw_weights, load_weights
 from deepinfer.models.hybrid.weight_names import canonical
+from deepinfer.models.hybrid.weights import mapped
 from tests.golden_models import FOLDER, load_golden
 from tests.hybrid_configs import v4_raw, v41_raw
 
@@ -83,6 +85,113 @@ def test_experts_may_have_a_name_each() -> None:
     ours, stacked = load_weights(config, apart), load_weights(config, state)
     for name in ("w1", "w2", "w3"):
         assert torch.equal(getattr(ours.layers[3].moe, name), getattr(stacked.layers[3].moe, name))
+
+
+DRAFTS = {"v41_a": DraftPlan(2, 3, 1, 5, 0, (1, 4), 4), "v4_a": DraftPlan(1, 8, 2)}
+
+
+def drafted(name: str) -> HybridConfig:
+    """A golden model's config with draft layers, which the golden files have not."""
+    config = load_golden(name).config
+    plan = DRAFTS[name]
+    if not plan.block_size:
+        plan = replace(plan, n_routed_experts=config.n_routed_experts)
+    return replace(config, draft=plan)
+
+
+def draft_state(config: HybridConfig) -> dict[str, Tensor]:
+    """The tensors of its draft layers under the names of the released checkpoints."""
+    assert config.draft is not None
+    num, hidden, size, rank = (
+        config.draft.num_layers,
+        config.hidden_size,
+        config.head_dim,
+        config.q_lora_rank,
+    )
+    heads, inner, streams = config.num_attention_heads, config.moe_intermediate_size, config.hc_mult
+    outer = config.o_groups * config.o_lora_rank
+    shapes: dict[str, tuple[int, ...]] = {}
+    for stage in range(num):
+        layer: dict[str, tuple[int, ...]] = {
+            "attn_norm.weight": (hidden,),
+            "ffn_norm.weight": (hidden,),
+            "attn.wq_a.weight": (rank, hidden),
+            "attn.q_norm.weight": (rank,),
+            "attn.wq_b.weight": (heads * size, rank),
+            "attn.wkv.weight": (size, hidden),
+            "attn.kv_norm.weight": (size,),
+            "attn.wo_a.weight": (outer, heads * size // config.o_groups),
+            "attn.wo_b.weight": (hidden, outer),
+            "attn.attn_sink": (heads,),
+            "ffn.gate.weight": (config.draft.n_routed_experts, hidden),
+            "ffn.gate.bias": (config.draft.n_routed_experts,),
+        }
+        for expert in (*range(config.draft.n_routed_experts), None):
+            prefix = "ffn.shared_experts" if expert is None else f"ffn.experts.{expert}"
+            layer |= {f"{prefix}.{name}.weight": (inner, hidden) for name in ("w1", "w3")}
+            layer[f"{prefix}.w2.weight"] = (hidden, inner)
+        for which in ("attn", "ffn"):
+            rows = streams * (2 + streams)
+            layer[f"hc_{which}_fn"] = (rows, streams * hidden)
+            layer |= {f"hc_{which}_base": (rows,), f"hc_{which}_scale": (3,)}
+        shapes |= {f"mtp.{stage}.{name}": shape for name, shape in layer.items()}
+    last = f"mtp.{num - 1}."
+    shapes[f"{last}norm.weight"] = (hidden,)
+    if config.draft.block_size:
+        table = (config.vocab_size, config.draft.markov_rank)
+        shapes |= {
+            "mtp.0.main_proj.weight": (hidden, 2 * hidden),
+            "mtp.0.main_norm.weight": (hidden,),
+            f"{last}markov_head.embed.weight": table,
+            f"{last}markov_head.head.weight": table,
+            f"{last}confidence_head.proj.weight": (1, hidden + config.draft.markov_rank),
+        }
+    else:
+        shapes |= {f"mtp.0.{name}.weight": (hidden,) for name in ("enorm", "hnorm")}
+        shapes |= {f"mtp.0.{name}.weight": (hidden, hidden) for name in ("e_proj", "h_proj")}
+        shapes[f"{last}hc_head_fn"] = (streams, streams * hidden)
+        shapes |= {f"{last}hc_head_base": (streams,), f"{last}hc_head_scale": (1,)}
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_draft_layers_are_read_where_the_model_has_some(name: str) -> None:
+    """`mtp.S.*` of a checkpoint; one without them gives a model without, one in part is refused."""
+    config = drafted(name)
+    model, draft = golden_state(name), draft_state(config)
+    loaded = load_weights(config, model | draft).draft
+    assert loaded is not None
+    assert config.draft is not None
+    assert len(loaded.layers) == config.draft.num_layers
+    last = f"mtp.{config.draft.num_layers - 1}"
+    assert torch.equal(loaded.norm, draft[f"{last}.norm.weight"])
+    assert torch.equal(loaded.layers[-1].moe.w2[2], draft[f"{last}.ffn.experts.2.w2.weight"])
+    assert load_weights(config, model).draft is None
+    assert load_weights(config.served(False), model | draft).draft is None
+    del draft["mtp.0.attn.wkv.weight"]
+    with pytest.raises(UserError, match=r"1 missing \(mtp\.0\.attn\.wkv\)"):
+        load_weights(config, model | draft)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_draft_layers_change_no_weight_of_the_model(name: str) -> None:
+    """They are drawn last."""
+    config = drafted(name)
+    whole, model = draw_weights(config), draw_weights(config.served(False))
+    assert model.draft is None
+    assert whole.num_parameters() > model.num_parameters()
+    kept: list[Tensor] = []
+
+    def keep(field: str, tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    mapped(replace(whole, draft=None), keep)
+    num = len(kept)
+    mapped(model, keep)
+    assert len(kept) == 2 * num
+    assert all(torch.equal(*pair) for pair in zip(kept[:num], kept[num:], strict=True))
 
 
 def test_a_gap_between_experts_is_named() -> None:

@@ -12,13 +12,15 @@ from deepinfer.names import RELEASE_POLICIES, UNSAFE_POLICIES
 from deepinfer.testing.explorer.actions import Action
 from deepinfer.testing.explorer.explore import explore, replay_file
 from deepinfer.testing.explorer.recording import happened, read_file, write_file
-from deepinfer.testing.explorer.runs import ONE, SEPARATE, replay, setup_of
+from deepinfer.testing.explorer.runs import ONE, SEPARATE, Run, replay, setup_of
 from deepinfer.testing.explorer.scenarios import SCENARIOS
+from deepinfer.testing.explorer.search import Recorded
 from deepinfer.testing.explorer.shrink import shrink
 from deepinfer.testing.explorer.survey import survey
 
 KEPT = sorted((Path(__file__).parents[3] / "data" / "explorations").glob("*.json"))
 RACES = [name for name, scenario in SCENARIOS.items() if scenario.races and name != "mixed"]
+AHEAD = [name for name, scenario in SCENARIOS.items() if "overlap" in scenario.settings]
 SAFE = [name for name in RELEASE_POLICIES if name not in UNSAFE_POLICIES]
 
 
@@ -44,6 +46,35 @@ def test_safe_policies_never_corrupt_and_raise_no_alarm(name, release):
     assert explored.complete
     assert explored.num_checked == explored.num_runs
     assert explored.num_failed == 0
+
+
+@pytest.mark.parametrize("release", RELEASE_POLICIES)
+@pytest.mark.parametrize("name", AHEAD)
+def test_looking_ahead_corrupts_nothing_but_under_early_beside_a_transfer(name, release):
+    """Every order, or 60 of them, with both checkers on: alarms there and nowhere else."""
+    scenario = SCENARIOS[name]
+    setup = setup_of(scenario, release, checks="order+conservation")
+    explored = explore(setup, scenario.program, 60)
+    must_corrupt = scenario.races and release in UNSAFE_POLICIES
+    assert (explored.num_corrupt > 0) == (explored.num_failed > 0) == must_corrupt
+
+
+@pytest.mark.parametrize(
+    ("name", "counter"),
+    [("preempt-ahead", "num_preemptions"), ("reject-ahead", "num_blocks_shrunk")],
+)
+def test_what_a_scenario_is_about_happens_with_a_step_in_flight(name, counter):
+    """In the order in which its users come by themselves."""
+    scenario = SCENARIOS[name]
+    running = Run(setup_of(scenario, "step"), Recorded())
+    happened_in_flight = False
+    for action in (*scenario.program.start, *scenario.program.users[0]):
+        before = getattr(running.world.scheduler.counters, counter)
+        running.perform(action)
+        after = getattr(running.world.scheduler.counters, counter)
+        happened_in_flight |= after > before and len(running.world.in_flight) > 0
+    assert happened_in_flight
+    assert not running.finish().failed
 
 
 def test_the_order_checker_sees_the_hazard_in_runs_that_were_lucky():

@@ -34,11 +34,15 @@ def test_a_fault_passes_if_a_checker_found_it_and_a_clean_engine_if_nobody_did()
     assert passed == {False: [False, False, True], True: [True, False, False]}
 
 
-def test_clean_rows_come_first_two_for_each_policy() -> None:
-    """Without state and with it; then the faults asked for, those of the client in both models."""
+def test_clean_rows_come_first_four_for_each_policy() -> None:
+    """Without state and with it, step by step and ahead; then the faults asked for.
+
+    Those of the client are run in both models.
+    """
+    companies = ("", ", state", ", ahead", ", state, ahead")
     rows = list(survey([FAULTS["staging-rewritten"], FAULTS["load-used-before-written"]], 1))
     assert [row.name for row in rows] == [
-        *(f"clean, {release}{of}" for release in RELEASE_POLICIES for of in ("", ", state")),
+        *(f"clean, {release}{of}" for release in RELEASE_POLICIES for of in companies),
         *("staging-rewritten", "load-used-before-written", "load-used-before-written, state"),
     ]
     assert all(row.passed for row in rows)
