@@ -160,7 +160,7 @@ class DirectoryStore:
             return True
         try:
             if not self._make_room(size, identity):
-                return self._refuse(f"no room for {size} bytes more within {self.budget_bytes}")
+                return self._refuse(f"no more room within {self.budget_bytes} bytes")
             self._write(identity, content)
         except OSError as error:
             return self._refuse(error.strerror or str(error))
