@@ -18,7 +18,7 @@ from typing import Any
 from bench.catalog import Kind
 from bench.schema import Arrival, Lengths, Profile, Workload
 from bench.strict import Count, Strict
-from deepinfer.names import CHECKS, DESCRIPTIONS, TITLES
+from deepinfer.names import CHECKS, DESCRIPTIONS, KEYED_FREE_ORDERS, TITLES
 
 _MODELS: dict[Kind, type[Strict]] = {"workload": Workload, "profile": Profile}
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -83,7 +83,8 @@ def _property(name: str, entry: dict[str, Any]) -> dict[str, Any]:
         del plain["default"]  # none, or a group of keys that have their own
     finished = {**(given[0] if len(given) == 1 else {}), **plain}
     if name in DESCRIPTIONS:
-        said = "; ".join(f"{choice}: {text}" for choice, text in DESCRIPTIONS[name].items())
+        choices = DESCRIPTIONS[name] | (KEYED_FREE_ORDERS if name == "free_order" else {})
+        said = "; ".join(f"{choice}: {text}" for choice, text in choices.items())
         if name == "checks":
             one = "|".join(CHECKS)
             finished["pattern"] = rf"^(off|({one})(\+({one}))*)$"
@@ -91,6 +92,6 @@ def _property(name: str, entry: dict[str, Any]) -> dict[str, Any]:
             del finished["type"]
             finished["enum"] = [*DESCRIPTIONS[name], False, True, 2]
         else:
-            finished["enum"] = list(DESCRIPTIONS[name])
+            finished["enum"] = list(choices)
         finished["description"] = f"{TITLES[name]}. {said}"
     return finished

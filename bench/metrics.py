@@ -32,22 +32,9 @@ from bench.samples import (
     StepRecord,
     VerificationRecord,
 )
-from deepinfer.config import MAX_DRAFTS
+from bench.step_metrics import Metric, largest, step_metrics
 
 COMPLETED = ("length", "stop")
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """A value, or None and the reason why there is none."""
-
-    value: float | None
-    reason: str = ""
-
-    @classmethod
-    def of(cls, value: float | None, reason: str) -> Metric:
-        """`value` where there is one, else undefined because of `reason`."""
-        return cls(None, reason) if value is None else cls(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +107,9 @@ class CellMetrics:
     ahead_blocks_mean: Metric
     draft_blocks_peak: Metric
     blocks_shrunk: Metric
+    hit_blocks: Metric
+    evicted_blocks: Metric
+    stateless_forks: Metric
     drafts_proposed: Metric
     drafts_accepted: Metric
     draft_rows_rejected: Metric
@@ -189,9 +179,7 @@ def _cell_metrics(samples: Samples, cell: CellRecord) -> CellMetrics:
         tok_per_s_by_round=by_round,
         tok_per_s=Metric.of(stats.median(list(by_round.values())), no_speed),
         **_latency_metrics(requests),
-        **_step_metrics(steps),
-        **_ahead_metrics(steps),
-        **_draft_metrics(steps),
+        **step_metrics(steps),
         **_counter_metrics(rounds),
         **_verification_metrics(verdicts),
         **_finding_metrics([r for r in samples.rounds if r.cell == cell.cell]),
@@ -282,83 +270,12 @@ def _latency_metrics(requests: Sequence[RequestRecord]) -> dict[str, Metric]:
     }
 
 
-def _step_metrics(steps: Sequence[StepRecord]) -> dict[str, Metric]:
-    host_us = [sum(s.host_us.values()) for s in steps]
-    step_ms = [
-        (host + s.wait_us + s.result_wait_us) / 1e3 for host, s in zip(host_us, steps, strict=True)
-    ]
-    held_slots = [s.slots_held for s in steps if s.slots_held is not None]
-    mean_wait_us = sum(s.wait_us for s in steps) / len(steps) if steps else None
-    reason = "no step in a measured round"
-    return {
-        "step_ms_p50": Metric.of(stats.percentile(step_ms, 50), reason),
-        "host_us_per_step": Metric.of(stats.median(host_us), reason),
-        "wait_us_per_step": Metric.of(mean_wait_us, reason),
-        "held_blocks_peak": Metric.of(_largest([s.blocks_held for s in steps]), reason),
-        "held_slots_peak": Metric.of(_largest(held_slots), "no step held a state slot"),
-    }
-
-
-def _ahead_metrics(steps: Sequence[StepRecord]) -> dict[str, Metric]:
-    """What the device waited for the host, and blocks held for tokens that were not known."""
-    gap_us, gap_percent = host_gap(steps)
-    ahead = [s.blocks_ahead for s in steps if s.blocks_ahead is not None]
-    for_drafts = [s.blocks_for_drafts for s in steps if s.blocks_for_drafts is not None]
-    no_count = "no step counted blocks held ahead"
-    return {
-        "gap_us": gap_us,
-        "gap_percent": gap_percent,
-        "ahead_blocks_peak": Metric.of(_largest(ahead), no_count),
-        "ahead_blocks_mean": Metric.of(sum(ahead) / len(ahead) if ahead else None, no_count),
-        "draft_blocks_peak": Metric.of(_largest(for_drafts), no_count),
-    }
-
-
-def host_gap(steps: Sequence[StepRecord]) -> tuple[Metric, Metric]:
-    """How long the device waited for the host between two steps: the median, and the share.
-
-    In microseconds, and in percent of all steps' time with the gaps before them.
-    """
-    gaps = [
-        (s.gap_us, s.device_ms * 1e3)
-        for s in steps
-        if s.gap_us is not None and s.device_ms is not None
-    ]
-    idle_us, all_us = sum(gap for gap, _ in gaps), sum(gap + busy for gap, busy in gaps)
-    reason = "no step followed another"
-    median_us = stats.median([gap for gap, _ in gaps])
-    share = 100 * idle_us / all_us if all_us else None
-    return Metric.of(median_us, reason), Metric.of(share, reason)
-
-
-def _draft_metrics(steps: Sequence[StepRecord]) -> dict[str, Metric]:
-    """How many of the verified drafts were accepted, in all and by position in the proposal."""
-    proposed, accepted = [0] * MAX_DRAFTS, [0] * MAX_DRAFTS
-    for step in steps:
-        for position, count in enumerate(step.drafts_proposed[:MAX_DRAFTS]):
-            proposed[position] += count
-        for position, count in enumerate(step.drafts_accepted[:MAX_DRAFTS]):
-            accepted[position] += count
-    num_drafting = sum(step.num_drafting for step in steps)
-    length, no_draft = None, "no step verified a draft"
-    if num_drafting:
-        length = 1 + sum(accepted) / num_drafting
-    rates = {
-        f"acceptance_{k}": Metric.of(
-            right / asked if asked else None,
-            f"no draft at position {k}" if num_drafting else no_draft,
-        )
-        for k, (right, asked) in enumerate(zip(accepted, proposed, strict=True), 1)
-    }
-    return {"acceptance_length": Metric.of(length, no_draft), **rates}
-
-
 def _counter_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
     def median_of(name: str) -> Metric:
         return _over_rounds(stats.median, (r.counters.get(name) for r in rounds), name)
 
     def largest_of(name: str) -> Metric:
-        return _over_rounds(_largest, (r.counters.get(name) for r in rounds), name)
+        return _over_rounds(largest, (r.counters.get(name) for r in rounds), name)
 
     return {
         "withheld_blocks_peak": largest_of("withheld_peak"),
@@ -370,6 +287,9 @@ def _counter_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
         "later_slots": median_of("num_later_slots"),
         "preemptions": median_of("num_preemptions"),
         "blocks_shrunk": median_of("num_blocks_shrunk"),
+        "hit_blocks": median_of("num_hit_blocks"),
+        "evicted_blocks": median_of("num_evicted_blocks"),
+        "stateless_forks": median_of("num_stateless_forks"),
         "drafts_proposed": median_of("num_drafts_proposed"),
         "drafts_accepted": median_of("num_drafts_accepted"),
         "draft_rows_rejected": _over_rounds(
@@ -424,10 +344,6 @@ def _num_rejected(record: RoundRecord) -> float | None:
     proposed = record.counters.get("num_drafts_proposed")
     accepted = record.counters.get("num_drafts_accepted")
     return None if proposed is None or accepted is None else proposed - accepted
-
-
-def _largest(values: Sequence[float]) -> float | None:
-    return max(values, default=None)
 
 
 def _over_rounds(

@@ -23,7 +23,7 @@ from bench.samples import FINDING_COUNTERS, FORKED, RequestRecord, RoundRecord, 
 from bench.schema import Verify
 from bench.spec import Resolved
 from bench.verify import DenseReference, Emission, RequestVerdict, Tolerances
-from deepinfer.block_manager import Verdict
+from deepinfer.block_manager import BlockManager, Verdict
 from deepinfer.checks.prefix_tags import MAX_POSITIONS
 from deepinfer.checks.suite import parse_checks
 from deepinfer.device import Device, open_device
@@ -186,11 +186,12 @@ class Round:
                 time.sleep(max(self._pending[0].arrival_s - self._now(), 0.0))
             elif self._engine.has_unfinished():  # not so if the last to arrive was refused
                 raise DeepInferError("requests are left, but nothing can run: a scheduler bug")
-        blocks = self._engine.blocks
-        blocks.check_integrity()
-        if blocks.num_free < blocks.num_usable:
-            kept = blocks.num_usable - blocks.num_free
-            raise OwnershipError(f"all requests have ended, but {kept} blocks were not given back")
+        for things, pool in _pools_of_requests(self._engine).items():
+            pool.check_integrity()
+            if kept := pool.num_usable - pool.num_free:
+                raise OwnershipError(
+                    f"all requests have ended, but {kept} {things} were not given back"
+                )
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -382,6 +383,7 @@ class Round:
                 "num_drafts_proposed": sum(sum(step.drafts_proposed) for step in self._steps),
                 "num_drafts_accepted": sum(sum(step.drafts_accepted) for step in self._steps),
                 **_slot_counters(self._engine),
+                **_reuse_counters(self._engine),
                 **{
                     FINDING_COUNTERS[name]: findings.counts[name]
                     for name in parse_checks(self._engine.config.checks)
@@ -390,6 +392,26 @@ class Round:
             memory={**memory.read(), **({"gpu": gpu.summary()} if gpu.samples else {})},
             findings=tuple(map(str, findings.first[:NUM_FINDINGS])),
         )
+
+
+def _pools_of_requests(engine: LLMEngine) -> dict[str, BlockManager]:
+    """The pools of which nothing is held where there is no request."""
+    pools = {"blocks": engine.blocks}
+    if engine.states is not None:
+        pools["state slots"] = engine.states.slots
+    if engine.pools.drafts is not None:
+        pools["draft slots"] = engine.pools.drafts.slots
+    return pools
+
+
+def _reuse_counters(engine: LLMEngine) -> dict[str, int]:
+    """What became of keys; nothing where blocks are not found by what they hold."""
+    if engine.scheduler.reuse is None:
+        return {}
+    return {
+        "num_hit_blocks": engine.scheduler.counters.num_hit_blocks,
+        "num_evicted_blocks": engine.scheduler.reuse.num_evictions,
+    }
 
 
 def _slot_counters(engine: LLMEngine) -> dict[str, float]:

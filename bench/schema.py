@@ -25,7 +25,7 @@ from bench.strict import Count, PositiveFloat, Seed, Strict, Text, conflict
 from deepinfer.config import MAX_DRAFTS, MAX_TIMEOUT_S, MIN_TEMPERATURE, EngineConfig
 from deepinfer.drafters.acceptance import PATTERNS, parse_acceptance
 from deepinfer.errors import UserError
-from deepinfer.names import CHECKS, DESCRIPTIONS
+from deepinfer.names import CHECKS, DESCRIPTIONS, KEYED_FREE_ORDERS
 
 AUTO = "auto"  # the `num_blocks` that is measured
 SWITCHES = ("overlap", "checks")  # keys whose `on` and `off` are names, not booleans
@@ -49,8 +49,8 @@ Temperature = Annotated[
 
 def _one_of(kind: str) -> AfterValidator:
     def check(value: str) -> str:
-        if value not in DESCRIPTIONS[kind]:
-            names = list(DESCRIPTIONS[kind])
+        names = [*DESCRIPTIONS[kind], *(KEYED_FREE_ORDERS if kind == "free_order" else ())]
+        if value not in names:
             raise PydanticCustomError("unknown_name", "unknown name", {"valid": names})
         return value
 
@@ -137,6 +137,7 @@ class EngineSettings(Strict):
     admission: Annotated[str, _one_of("admission")] = _ENGINE.admission
     preemption: Annotated[str, _one_of("preemption")] = _ENGINE.preemption
     fork_tail_copy: Annotated[str, _one_of("fork_tail_copy")] = _ENGINE.fork_tail_copy
+    prefix_cache: bool = _ENGINE.prefix_cache
     overlap: Annotated[str, BeforeValidator(_as_name), _one_of("overlap")] = _ENGINE.overlap
     drafts: Annotated[int, Field(ge=0, le=MAX_DRAFTS)] = _ENGINE.drafts
     drafter: Annotated[str, _one_of("drafter")] = _ENGINE.drafter

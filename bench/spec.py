@@ -391,8 +391,10 @@ def _axis_values(what: str, name: str, text: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _number(text: str) -> int | float | str:
-    """`text` as the number that it writes plainly; any other text as it is."""
+def _number(text: str) -> bool | int | float | str:
+    """`text` as the number, or the true or false, that it writes plainly; any other as it is."""
+    if text in ("true", "false"):
+        return text == "true"
     if _WHOLE.fullmatch(text):
         return int(text)
     return float(text) if _DECIMAL.fullmatch(text) else text

@@ -71,6 +71,11 @@ class Pools:
         self, block_manager: type[BlockManager], states: StatePool | None
     ) -> type[BlockManager]:
         if not self._config.prefix_cache:
+            if self._config.free_order in KEYED_FREE_ORDERS:
+                raise UserError(
+                    f"free_order: {self._config.free_order} looks at what blocks hold",
+                    hint="set prefix_cache: true with it",
+                )
             return block_manager
         if states is not None:
             raise UserError(

@@ -39,6 +39,11 @@ class PrefixReuse:
         self._blocks = blocks
         self._release = release
 
+    @property
+    def num_evictions(self) -> int:
+        """Blocks that were handed out while they could be found."""
+        return self._blocks.counters.num_evictions
+
     def match(self, seq: Sequence) -> Int32:
         """The blocks a waiting request could take over now, int32; none for a fork with pins."""
         if len(seq.forked_table):

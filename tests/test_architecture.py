@@ -51,7 +51,7 @@ LAYERS = [
         *("bench.nearest", "bench.stats", "bench.yaml_source", "bench.schema", "bench.samples"),
         "bench.provenance",
     },
-    {"bench.rounds"},
+    {"bench.rounds", "bench.step_metrics"},
     {
         *("bench.validation", "bench.catalog", "bench.metrics", "bench.collect", "bench.traces"),
         *("bench.resume", "bench.dense"),

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
-from bench.metrics import host_gap
 from bench.probes.watch import WAIT, Operation, Span, Upload
 from bench.probes.watched_engine import (
     Watched,
@@ -32,6 +31,7 @@ from bench.runner import RoundResult, Target
 from bench.samples import StepRecord
 from bench.spec import Resolved
 from bench.stats import Estimate, median, paired_ratio, percentile
+from bench.step_metrics import host_gap
 from deepinfer.device.base import COMPUTE
 
 HOST, DEVICE = "host", "device"

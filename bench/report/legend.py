@@ -73,6 +73,9 @@ _MEDIANS = {
     "drafts_accepted": "drafts",
     "draft_rows_rejected": "rows rejected",
     "blocks_shrunk": "blocks shrunk",
+    "hit_blocks": "hit blocks",
+    "evicted_blocks": "evicted blocks",
+    "stateless_forks": "stateless forks",
 }
 _PEAKS = {
     "withheld_blocks_peak": "withheld peak",

@@ -11,10 +11,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bench.metrics import CellMetrics, Metric, compute_metrics
+from bench.metrics import CellMetrics, compute_metrics
 from bench.report.notes import build_notes
 from bench.samples import CellRecord, RunRecord, Samples
 from bench.stats import Judgement
+from bench.step_metrics import Metric
 from bench.verdicts import judge_cells
 
 Kind = Literal["axis", "number", "count", "small", "ratio", "bound", "word", "detail"]
@@ -77,6 +78,12 @@ SLOT_COLUMNS = (
     Column("withheld_slots_peak", "slots\nwithheld peak", "count"),
     Column("later_blocks", "LATER\nblocks", "count"),
     Column("later_slots", "LATER\nslots", "count"),
+    Column("stateless_forks", "stateless\nforks", "count"),
+)
+# Where some cell finds blocks by what they hold.
+REUSE_COLUMNS = (
+    Column("hit_blocks", "hit\nblocks", "count"),
+    Column("evicted_blocks", "evicted\nblocks", "count"),
 )
 # Where some cell plans ahead (`overlap`, drafts): what that is for, and what it holds.
 GAP_COLUMNS = (Column("gap_us", "gap\nus", "number"), Column("gap_percent", "gap\n%", "number"))
@@ -218,6 +225,7 @@ def _metric_columns(samples: Samples) -> tuple[Column, ...]:
             *(DRAFT_BLOCK_COLUMNS if num_drafts else ()),
         ),
         "later": SLOT_COLUMNS if has_slots else (),
+        "block_copies": REUSE_COLUMNS if any(e.get("prefix_cache") for e in engines) else (),
     }
     columns = (
         shown for column in METRIC_COLUMNS for shown in (column, *behind.get(column.key, ()))

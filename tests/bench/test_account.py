@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bench.samples import Samples
+from deepinfer.draft_slots import DraftSlots
 from deepinfer.release import ReleaseQueue
 from deepinfer.scheduler import Scheduler
 from deepinfer.sequence import SamplingParams
@@ -80,7 +81,7 @@ def test_a_leaked_block_fails_the_round(tmp_path: Path, monkeypatch: pytest.Monk
     give_up = ReleaseQueue.give_up
 
     def leaky(self: ReleaseQueue, table: Any, fence: Any = None, **why: str) -> None:
-        give_up(self, table[:-1], fence, **why)
+        give_up(self, table[:-1] if why.get("path") == "finish" else table, fence, **why)
 
     monkeypatch.setattr(ReleaseQueue, "give_up", leaky)
     samples = run_matrix(tmp_path / "run", cells_of(workload(PLAIN)))[1]
@@ -88,6 +89,17 @@ def test_a_leaked_block_fails_the_round(tmp_path: Path, monkeypatch: pytest.Monk
     assert failure is not None
     assert "3 blocks were not given back" in failure.reason
     assert not [record for record in samples.rounds if not record.warmup]
+
+
+def test_a_leaked_draft_slot_fails_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots are missed like blocks: here each request keeps its own."""
+    monkeypatch.setattr(DraftSlots, "give_up", lambda self, seq, fence, path: None)
+    samples = run_matrix(tmp_path / "run", cells_of(workload(PLAIN), "overlap=on"))[1]
+    failure = samples.failure_of(0)
+    assert failure is not None
+    assert "draft slots were not given back" in failure.reason
 
 
 def waits_of(samples: Samples, cell: int) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Records that the engine hands to its caller stay as they are, and are the caller's own (I16).
+"""Records that the engine hands to its caller, once cloned, stay as they are and are its own (I16).
 
 No public report was found of a recycled output record. The nearest are vllm#8335, which reuses its
 output objects, and dspy#10345, where a cache hands out its own object.
@@ -15,6 +15,7 @@ import pytest
 from deepinfer.config import EngineConfig
 from deepinfer.device import open_device
 from deepinfer.engine import LLMEngine
+from deepinfer.errors import StaleRecordError
 from deepinfer.models.weights import load_weights
 from deepinfer.outputs import StepOutput
 from deepinfer.sequence import SamplingParams
@@ -55,14 +56,19 @@ def contents(output: StepOutput) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_kept_record_does_not_change(device):
-    """vllm#8335: a record was used again. Right: that of step t is the same after every other."""
-    kept, as_they_were = [], []
+    """vllm#8335: a record was used again. Right: a clone of step t is the same after every other,
+    and a record that was kept without one says so instead of showing another step's tokens."""
+    kept, clones, as_they_were = [], [], []
     for output in run(device):
         kept.append(output)
+        clones.append(output.clone())
         as_they_were.append(contents(output))
     assert len(kept) > 5
     assert sum(len(output.finished) for output in kept) == 6
-    assert list(map(contents, kept)) == as_they_were
+    assert list(map(contents, clones)) == as_they_were
+    for output in kept[:-1]:
+        with pytest.raises(StaleRecordError):
+            _ = output.token_ids
 
 
 @pytest.mark.parametrize("device", DEVICES)

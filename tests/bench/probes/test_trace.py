@@ -98,6 +98,22 @@ def test_the_file_is_a_trace(trace, tmp_path):
     assert document["otherData"]["wrong_requests"] == 0
 
 
+@pytest.mark.parametrize("overlap", ["on", "2"])
+def test_steps_planned_ahead_nest_too(overlap):
+    """Two slices each, in the order of the host; every forward is its own step's."""
+    ahead = trace_workload(tiny(WORK, overlap=overlap, release="step", **SMALL))
+    assert problems(ahead.events) == []
+    slices = [event for track in slices_of(ahead.events).values() for event in track]
+    host = [event["name"] for event in slices if event["cat"] == "step"]
+    numbers = range(1, ahead.num_steps + 1)
+    for part in ("submit", "result"):
+        named = [name for name in host if name.endswith(part)]
+        assert named == [f"step {number}: {part}" for number in numbers]
+    forwards = [e for e in slices if e["name"].startswith("forward step")]
+    assert [e["name"] for e in forwards] == [f"forward step {e['args']['step']}" for e in forwards]
+    assert "caller" not in {event["name"] for event in slices}
+
+
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
