@@ -76,8 +76,10 @@ def wanted_drafts(
 def set_out(seqs: SequenceTable, plan: StepPlan) -> None:
     """The rows of a plan are in flight."""
     rows = plan.rows
-    seqs.num_in_flight_tokens[rows] += plan.num_scheduled
-    if plan.ahead is not None:
+    if plan.ahead is None:  # nothing else is in flight
+        seqs.num_in_flight_tokens[rows] = plan.num_scheduled
+    else:
+        seqs.num_in_flight_tokens[rows] += plan.num_scheduled
         seqs.num_pending_tokens[rows] += plan.ahead.num_pending
         seqs.num_in_flight_drafts[rows] += plan.ahead.num_drafts
         seqs.num_lookahead_slots[rows] = 0

@@ -142,10 +142,12 @@ class PlanBuilder:
         if np.count_nonzero(num_scheduled == 1) == num_seqs:
             # Every sequence decodes: token i belongs to sequence i.
             positions, query_start = computed, self._indices
+            last_tokens = query_start[:-1]
             token_starts, table_starts = self._token_starts, self._table_starts
         else:
             query_start = np.zeros(num_seqs + 1, np.int32)
             np.cumsum(num_scheduled, out=query_start[1:])
+            last_tokens = query_start[1:] - 1
             token_starts = np.repeat(self._token_starts, num_scheduled)
             table_starts = np.repeat(self._table_starts, num_scheduled)
             positions = np.repeat(computed - query_start[:-1], num_scheduled)
@@ -155,7 +157,7 @@ class PlanBuilder:
         samples = context_lens == lengths
         all_sample = np.count_nonzero(samples) == num_seqs
         sample_seq = self._indices[:-1] if all_sample else samples.nonzero()[0].astype(np.int32)
-        sample_tokens, sample_positions = query_start[1:] - 1, context_lens
+        sample_tokens, sample_positions = last_tokens, context_lens
         if not all_sample:
             sample_tokens = sample_tokens[sample_seq]
             sample_positions = context_lens[sample_seq]

@@ -58,7 +58,8 @@ def write_back(seqs: SequenceTable, plan: StepPlan, result: StepResult) -> Commi
     stopped = token_ids == seqs.stop_token_ids[rows]
     ended = (stopped | (lengths >= seqs.max_total_tokens[rows])).nonzero()[0]
     sequences = seqs.sequences[rows]
-    return Commit(sequences, token_ids, logprobs, _finished(sequences, stopped, ended))
+    finished = _finished(sequences, stopped, ended) if len(ended) else []
+    return Commit(sequences, token_ids, logprobs, finished)
 
 
 def _write_back_ahead(seqs: SequenceTable, plan: StepPlan, result: StepResult) -> Commit:

@@ -199,7 +199,7 @@ class Scheduler:
         """The next step, or None if nothing can run."""
         self._tables.begin_step()
         self.started = []
-        short = self._num_short
+        short = self._num_short if self._waiting else 0
         rows, counters = self._fit_running()
         drafts = self.seqs.num_lookahead_slots[rows] if self.config.drafts else None
         budget = self.config.max_num_batched_tokens - (0 if drafts is None else int(drafts.sum()))
