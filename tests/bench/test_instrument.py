@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
-import numpy as np
 import pytest
 
 from bench import instrument
@@ -68,23 +66,40 @@ def test_bounds_are_met_at_the_limit():
     assert not Bound("x", 0.89, 0.9, is_most=False).is_met
 
 
-def test_the_planted_slowdown_slows_the_second_cell_alone():
-    """Steps that last three times as long: so are the gaps of cell 1, and not those of cell 0."""
-    # One thread: what else the machine does must not look like a slowdown.
-    resolved = replace(tiny(workload({**PLAIN, "output_tokens": 60})), device="cpu-stepped")
-    target = Target(resolved)
-    slowed = partial(SlowedRound, slowdown=2.0)
-    kinds = {"plain": (Round, 1), "first": (slowed, 0), "second": (slowed, 1)}
-    gaps_s = {name: [] for name in kinds}
+class Clock:
+    """Time that passes when it is told to, and a nanosecond with each look."""
+
+    def __init__(self):
+        self.now = 0
+
+    def perf_counter_ns(self):
+        self.now += 1
+        return self.now
+
+
+def test_the_planted_slowdown_slows_the_second_cell_alone(monkeypatch):
+    """Steps of a microsecond last three in cell 1, and one in cell 0, by the clock they wait on."""
+    clock = Clock()
+
+    def take(self, output):
+        clock.now += 1000
+
+    monkeypatch.setattr(instrument, "time", clock)
+    monkeypatch.setattr(Round, "_take", take)
+    resolved = replace(tiny(workload(PLAIN)), device="cpu-stepped")
+    target, lasted = Target(resolved), {}
     try:
-        for _ in range(5):
-            for name, (make, cell) in kinds.items():
-                specs = requests_of(resolved)
-                played = make(resolved, target, specs, cell=cell, index=0, warmup=False).run()
-                ends_s = [step.end_s for step in played.steps]
-                gaps_s[name].append(np.median(np.diff(ends_s)))
+        for cell in (0, 1):
+            specs = requests_of(resolved)
+            played = SlowedRound(
+                resolved, target, specs, slowdown=2.0, cell=cell, index=0, warmup=False
+            )
+            played._start_ns = clock.now
+            begun = clock.now
+            for _ in range(5):
+                played._take(None)
+            lasted[cell] = (clock.now - begun) / 5
     finally:
         target.close()
-    best = {name: min(found) for name, found in gaps_s.items()}
-    assert 2.2 < best["second"] / best["plain"] < 4.0
-    assert 0.6 < best["first"] / best["plain"] < 1.6
+    assert lasted[0] == pytest.approx(1000, rel=0.01)
+    assert lasted[1] == pytest.approx(3000, rel=0.01)
