@@ -7,7 +7,6 @@ was given, also those that were refused or gave up.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import time
 from collections import Counter, deque
@@ -44,8 +43,7 @@ def with_tags(resolved: Resolved) -> Resolved:
     names = parse_checks(resolved.engine.checks)
     if "tags" in names or resolved.engine.max_model_len > MAX_POSITIONS:
         return resolved
-    engine = dataclasses.replace(resolved.engine, checks="+".join(("tags", *names)))
-    return dataclasses.replace(resolved, engine=engine)
+    return resolved.with_engine(checks="+".join(("tags", *names)))
 
 
 class Target:

@@ -169,10 +169,9 @@ class Resolved:
         engine = EngineConfig(**{key: getattr(self.engine, key) for key in POOL_KEYS})
         return PoolQuestion(self.model, engine, self.device, self.memory_bytes)
 
-    def with_num_blocks(self, num_blocks: int) -> Resolved:
-        """The same with a number of blocks that was measured."""
-        engine = dataclasses.replace(self.engine, num_blocks=num_blocks)
-        return dataclasses.replace(self, engine=engine)
+    def with_engine(self, **settings: Any) -> Resolved:
+        """The same with other choices of the engine."""
+        return dataclasses.replace(self, engine=dataclasses.replace(self.engine, **settings))
 
     @property
     def seed(self) -> int:

@@ -38,7 +38,7 @@ from deepinfer.plan import (
     SlotStart,
     StepPlan,
 )
-from deepinfer.planning import behind_drafts
+from deepinfer.planning import behind_drafts, one_after_the_other
 
 NO_TOKENS = np.empty(0, np.int32)
 NO_LOGPROBS = np.empty(0, np.float32)
@@ -140,10 +140,7 @@ class Carry:
     ) -> StepPlan:
         """The plan of the sequences `kept`, from position `first` on, `counts` tokens each."""
         slots, tables, num_seqs = ahead.slots[kept], plan.block_tables[kept], len(first)
-        query_start = np.zeros(num_seqs + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        positions = (first - query_start[:-1]).repeat(counts)
-        positions += np.arange(len(positions), dtype=np.int32)
+        query_start, positions = one_after_the_other(first, counts)
         seqs = np.arange(num_seqs).repeat(counts)
         token_ids = self._tokens[slots[seqs], positions]
         assert PLACEHOLDER not in token_ids, "a placeholder would reach the model"

@@ -275,7 +275,7 @@ class LLMEngine:
         self._flush_if_idle()
         self._checks.settled(step.plan.step)
         stats = step.stats(start, arrived, collected, self._reading(), result, self._gap_ms(step))
-        names = np.array([seq.request_id for seq in commit.sequences], object)
+        names = [seq.request_id for seq in commit.sequences]
         return StepOutput(
             started_ids=step.started_ids,
             tokens=self.pools.records.tell(step.fence, names, commit.token_ids),
@@ -344,14 +344,14 @@ class LLMEngine:
         config = self.config
         if self.pools.drafts is None:
             return None
-        draft_head = None
-        if config.drafts and drafter is None:
-            draft_head = runner.draft_head if isinstance(runner, HybridRunner) else None
-            drafter = None if draft_head is not None else make_drafter(config.drafter)
         num_slots = self.pools.drafts.slots.num_blocks
         sizes = num_slots, config.max_model_len, config.block_size
-        drafter = drafter if config.drafts else None
-        return Carry(*sizes, drafter, config.drafts, draft_head)
+        if not config.drafts:
+            return Carry(*sizes)
+        draft_head = runner.draft_head if isinstance(runner, HybridRunner) else None
+        if drafter is None and draft_head is None:
+            drafter = make_drafter(config.drafter)
+        return Carry(*sizes, drafter, config.drafts, draft_head if drafter is None else None)
 
     def _gap_ms(self, step: SubmittedStep) -> float | None:
         """How long the device had nothing to do before a step; None behind an idle engine."""

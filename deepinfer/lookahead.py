@@ -39,8 +39,7 @@ def blocks_ahead(seqs: SequenceTable, rows: Rows) -> BlocksAhead:
     """
     size, held, known = seqs.block_size, seqs.num_blocks[rows], seqs.num_tokens[rows]
     reserved = seqs.num_reserved_blocks[rows]
-    sure = seqs.num_pending_tokens[rows] - seqs.num_in_flight_drafts[rows]
-    with_sure = known + np.maximum(sure - 1, 0)
+    with_sure = np.maximum(seqs.num_sure_tokens(rows) - 1, known)
     beyond_known = held - np.maximum(-(-known // size), reserved)
     beyond_sure = held - np.maximum(-(-with_sure // size), reserved)
     return BlocksAhead(int(beyond_known.clip(0).sum()), int(beyond_sure.clip(0).sum()))
@@ -48,8 +47,7 @@ def blocks_ahead(seqs: SequenceTable, rows: Rows) -> BlocksAhead:
 
 def ready_rows(seqs: SequenceTable, running: Rows) -> Rows:
     """Those of `running` that go on after what is in flight; `running` itself if all do."""
-    sure = seqs.num_tokens + seqs.num_pending_tokens - seqs.num_in_flight_drafts
-    ready = (sure < seqs.max_total_tokens)[running]
+    ready = seqs.num_sure_tokens(running) < seqs.max_total_tokens[running]
     return running if np.count_nonzero(ready) == len(running) else running[ready]
 
 

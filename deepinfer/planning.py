@@ -10,10 +10,9 @@ block tables while no table changed) is laid out once and shared by the plans, w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deepinfer.checks.prefix_tags import PrefixTags
 from deepinfer.plan import (
@@ -27,8 +26,6 @@ from deepinfer.plan import (
     StepPlan,
 )
 from deepinfer.sequence import RowCounters, Sequence, SequenceTable
-
-Bools = NDArray[np.bool_]
 
 NO_COPIES = np.empty((0, 2), np.int32)
 
@@ -46,6 +43,23 @@ def split_budget(uncomputed: Int32, budget: int) -> Int32:
     chunks = np.where(decodes, 0, uncomputed)
     left = budget - int(np.count_nonzero(decodes))
     return np.where(decodes, 1, in_order(chunks, left)).astype(np.int32)
+
+
+def one_after_the_other(first: Int32, counts: Int32) -> tuple[Int32, Int32]:
+    """The tokens of all sequences in a row: where each sequence begins, and their positions.
+
+    Args:
+        first: int32 [S], the position of each sequence's first token.
+        counts: int32 [S], its tokens.
+
+    Returns:
+        int32 [S + 1], whose last entry is the number of tokens T, and int32 [T].
+    """
+    query_start = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    positions = np.repeat(first - query_start[:-1], counts)
+    positions += np.arange(len(positions), dtype=np.int32)
+    return query_start, positions
 
 
 def behind_drafts(num_drafts: Int32, sample_seq: Int32) -> tuple[Int32, Int32]:
@@ -145,13 +159,10 @@ class PlanBuilder:
             last_tokens = query_start[:-1]
             token_starts, table_starts = self._token_starts, self._table_starts
         else:
-            query_start = np.zeros(num_seqs + 1, np.int32)
-            np.cumsum(num_scheduled, out=query_start[1:])
+            query_start, positions = one_after_the_other(computed, num_scheduled)
             last_tokens = query_start[1:] - 1
             token_starts = np.repeat(self._token_starts, num_scheduled)
             table_starts = np.repeat(self._table_starts, num_scheduled)
-            positions = np.repeat(computed - query_start[:-1], num_scheduled)
-            positions += np.arange(len(positions), dtype=np.int32)
         context_lens = computed + num_scheduled
         lengths = counters.num_tokens if num_drafts is None else counters.num_tokens + num_drafts
         samples = context_lens == lengths
@@ -167,17 +178,29 @@ class PlanBuilder:
             sample_positions = sample_positions.repeat(1 + num_drafts[samples]) - behind
             all_sample = False
         token_ids = seqs.token_ids.ravel().take(token_starts + positions)
-        ahead, known = None, context_lens
+        num_known = known = context_lens
         if self._looks_ahead:
-            ahead = self._ahead(rows, counters, context_lens, num_drafts, samples)
-            known = np.minimum(context_lens, ahead.num_known)
-            token_ids[positions >= ahead.num_known.repeat(num_scheduled)] = PLACEHOLDER
+            num_known = seqs.num_tokens[rows]
+            known = np.minimum(context_lens, num_known)
+            token_ids[positions >= num_known.repeat(num_scheduled)] = PLACEHOLDER
         tags, tag_sums = None, None
         if self._tags is not None:
             width = int(context_lens.max())
             tags, tag_sums = self._tags.up_to(rows, counters.epochs, known, width)
-        if ahead is not None and tag_sums is not None:
-            ahead = replace(ahead, tag_sums=tag_sums)
+        ahead: LookAhead | None = None
+        if self._looks_ahead:
+            drafts = np.zeros(num_seqs, np.int32) if num_drafts is None else num_drafts
+            ahead = LookAhead(
+                slots=seqs.draft_slots[rows],
+                is_open=context_lens > num_known,
+                num_known=num_known,
+                num_drafts=drafts,
+                num_unsure=seqs.num_unsure(rows, counters),
+                num_pending=np.where(samples, 1 + drafts, 0).astype(np.int32),
+                starts=tuple(self._starts),
+                tag_sums=tag_sums,
+            )
+            self._starts = []
         return StepPlan(
             step=step,
             rows=rows,
@@ -202,28 +225,6 @@ class PlanBuilder:
             state_copies=_pairs(copies.states),
             state_owners=tuple(copies.state_owners),
             ahead=ahead,
-        )
-
-    def _ahead(
-        self,
-        rows: Rows,
-        counters: RowCounters,
-        context_lens: Int32,
-        num_drafts: Int32 | None,
-        samples: Bools,
-    ) -> LookAhead:
-        seqs, starts = self._seqs, tuple(self._starts)
-        self._starts = []
-        drafts = np.zeros(len(rows), np.int32) if num_drafts is None else num_drafts
-        num_known = seqs.num_tokens[rows]
-        return LookAhead(
-            slots=seqs.draft_slots[rows],
-            is_open=context_lens > num_known,
-            num_known=num_known,
-            num_drafts=drafts,
-            num_unsure=seqs.num_unsure(rows, counters),
-            num_pending=np.where(samples, 1 + drafts, 0).astype(np.int32),
-            starts=starts,
         )
 
     def _slots(self, table_starts: Rows, positions: Int32) -> Int64:

@@ -16,7 +16,6 @@ requests and no device. Invariant: a slot is written only while nobody may read 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deepinfer.block_manager import BlockManager
 from deepinfer.errors import StaleRecordError
@@ -37,15 +36,15 @@ class RecordPool:
         self.slots = slots
         self.release = release
         self._token_ids = np.zeros((slots.num_blocks, max_tokens), np.int32)
-        self._request_ids = np.full((slots.num_blocks, max_tokens), None, object)
+        self._request_ids: list[list[str]] = [[] for _ in range(slots.num_blocks)]
         self._generations = np.zeros(slots.num_blocks, np.int64)
         self._out: list[tuple[int, Fence]] = []  # the caller's, with the step each is of
 
-    def tell(self, fence: Fence, request_ids: NDArray[np.object_], token_ids: Int32) -> TokenRecord:
-        """Fill a slot with what a collected step brought, both [n]; `fence` is the step's."""
+    def tell(self, fence: Fence, request_ids: list[str], token_ids: Int32) -> TokenRecord:
+        """Fill a slot with what a collected step brought, n of each; `fence` is the step's."""
         slot, count = self.slots.allocate_one(), len(token_ids)
         self._token_ids[slot, :count] = token_ids
-        self._request_ids[slot, :count] = request_ids
+        self._request_ids[slot] = request_ids
         self._out.append((slot, fence))
         return TokenRecord(self, slot, int(self._generations[slot]), count)
 
@@ -64,10 +63,9 @@ class RecordPool:
         """What lies in a slot, int32 [count], a view."""
         return self._token_ids[slot, :count]
 
-    def owners(self, slot: int, count: int) -> list[str]:
+    def owners(self, slot: int) -> list[str]:
         """Whose tokens these are."""
-        ids: list[str] = self._request_ids[slot, :count].tolist()
-        return ids
+        return self._request_ids[slot].copy()
 
 
 class TokenRecord:
@@ -85,7 +83,7 @@ class TokenRecord:
     @property
     def request_ids(self) -> list[str]:
         """Of the requests that got a token, once for each."""
-        return self._fresh().owners(self._slot, self._count)
+        return self._fresh().owners(self._slot)
 
     @property
     def token_ids(self) -> Int32:

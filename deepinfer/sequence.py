@@ -257,14 +257,23 @@ class SequenceTable:
         end = self.num_computed_tokens[row] + self.num_in_flight_tokens[row]
         return max(int(end), int(self.num_written_tokens[row]))
 
+    def num_sure_tokens(self, rows: Rows) -> Int32:
+        """Tokens each row has at least when nothing is in flight any more, int32 [n].
+
+        A step brings one for each sequence it samples, whatever becomes of its drafts.
+        """
+        brought = self.num_pending_tokens[rows] - self.num_in_flight_drafts[rows]
+        sure: Int32 = self.num_tokens[rows] + brought
+        return sure
+
     def num_unsure(self, rows: Rows, ahead: RowCounters) -> Int32:
         """How many positions before those of `gather_ahead` each row may be, int32 [n].
 
         So it is if all drafts in flight are rejected: then a step brings one token.
         """
-        pending = self.num_pending_tokens[rows]
-        least = self.num_tokens[rows] + pending - self.num_in_flight_drafts[rows] - 1
-        unsure: Int32 = np.where(pending > 0, ahead.num_computed_tokens - least, 0)
+        least = self.num_sure_tokens(rows) - 1
+        samples = self.num_pending_tokens[rows] > 0
+        unsure: Int32 = np.where(samples, ahead.num_computed_tokens - least, 0)
         return unsure
 
     def add(self, seq: Sequence, table: Int32, num_reserved_blocks: int = 0) -> int:

@@ -28,7 +28,7 @@ def with_pools(cells: Sequence[Cell]) -> tuple[list[Cell], tuple[dict[str, Any],
     for question, indices in _asking([cell.resolved for cell in cells]).items():
         measured = _measure(question)
         for index in indices:
-            resolved = sized[index].resolved.with_num_blocks(measured.sizing.num_blocks)
+            resolved = sized[index].resolved.with_engine(num_blocks=measured.sizing.num_blocks)
             sized[index] = dataclasses.replace(sized[index], resolved=resolved)
         sizings.append({"cells": indices, **measured.to_dict()})
     return sized, tuple(sizings)
@@ -39,7 +39,7 @@ def with_pool(resolved: Resolved) -> Resolved:
     question = resolved.pool_question
     if question is None:
         return resolved
-    return resolved.with_num_blocks(_measure(question).sizing.num_blocks)
+    return resolved.with_engine(num_blocks=_measure(question).sizing.num_blocks)
 
 
 def _measure(question: PoolQuestion) -> MeasuredSizing:
@@ -64,7 +64,7 @@ def with_stored_pools(cells: Sequence[Cell], folder: Path | None) -> list[Cell]:
         return list(cells)
     stored = stored_num_blocks(folder)
     return [
-        dataclasses.replace(cell, resolved=cell.resolved.with_num_blocks(stored[cell.index]))
+        dataclasses.replace(cell, resolved=cell.resolved.with_engine(num_blocks=stored[cell.index]))
         if cell.resolved.pool_question is not None and cell.index < len(stored)
         else cell
         for cell in cells

@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bench.probes.step import step_period_s
 from bench.probes.watched_engine import draw_requests, nothing_ran, num_wrong, run_plain
@@ -91,7 +91,7 @@ class _Contestant:
     def __init__(self, resolved: Resolved, checks: str, target: Target) -> None:
         self.checks = checks
         self.periods_s: dict[int, float] = {}  # by round
-        self._resolved = replace(resolved, engine=replace(resolved.engine, checks=checks))
+        self._resolved = resolved.with_engine(checks=checks)
         self._target = target
         self._requests = draw_requests(resolved)
         self._num_findings = self._num_wrong = 0

@@ -13,7 +13,7 @@ time from planning to commit, to the nanosecond; its device parts add up to no m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
@@ -128,8 +128,8 @@ def profile_steps(
     """
     target = Target(resolved)
     try:
-        alone = with_engine(resolved, overlap="off")
-        contests = [_Contest(with_engine(alone, release=name), target) for name in releases]
+        alone = resolved.with_engine(overlap="off")
+        contests = [_Contest(alone.with_engine(release=name), target) for name in releases]
         for contest in contests:
             on_probe(f"{contest.release}: warm-up")
             contest.warm_up()
@@ -148,11 +148,6 @@ def profile_steps(
         num_rounds=num_rounds,
         notes=resolved.notes,
     )
-
-
-def with_engine(resolved: Resolved, **settings: str) -> Resolved:
-    """The same with other choices of the engine."""
-    return replace(resolved, engine=replace(resolved.engine, **settings))  # type: ignore[arg-type]
 
 
 class _Contest:
@@ -185,7 +180,7 @@ class _Contest:
         self._note_period(result, index, watched=False)
 
     def _run_ahead(self, index: int) -> None:
-        ahead = with_engine(self._resolved, overlap="on")
+        ahead = self._resolved.with_engine(overlap="on")
         result = run_plain(ahead, self._target, self._requests)
         self._plain["on"] += result.steps
         if index == 0:

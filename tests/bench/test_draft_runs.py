@@ -53,12 +53,6 @@ def tokens_of(result: RoundResult) -> dict[str, list[int]]:
     return {name: list(emission.token_ids) for name, emission in result.emissions.items()}
 
 
-def with_engine(resolved: Resolved, **settings: object) -> Resolved:
-    """The same with other choices of the engine."""
-    engine = dataclasses.replace(resolved.engine, **settings)  # type: ignore[arg-type]
-    return dataclasses.replace(resolved, engine=engine)
-
-
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_what_is_planned_ahead_changes_no_token(
     shipped_target: tuple[str, Target], name: str
@@ -73,7 +67,7 @@ def test_what_is_planned_ahead_changes_no_token(
     acceptance = {"acceptance": [0.9, 0.5]} if name == "decode-overlap" else {}
     work = plain.workload.model_copy(update=acceptance)
     for overlap, drafts in (("off", 5), ("on", 0), ("on", 3), ("2", 5)):
-        cell = with_engine(plain, overlap=overlap, drafts=drafts, drafter=drafter)
+        cell = plain.with_engine(overlap=overlap, drafts=drafts, drafter=drafter)
         cell = dataclasses.replace(cell, workload=work)
         result = run_round(cell, target, requests)
         assert not result.problems

@@ -67,15 +67,13 @@ def test_trials_are_drawn_from_the_seed(resolved: Resolved, target: Target) -> N
     """The same seed finds the same rows, another seed others."""
 
     def rows(seed: int) -> list[PowerRow]:
-        engine = dataclasses.replace(resolved.engine, seed=seed)
-        seeded = dataclasses.replace(resolved, engine=engine)
-        return list(measure_power(seeded, target, 4, silent))
+        return list(measure_power(resolved.with_engine(seed=seed), target, 4, silent))
 
     assert rows(3) == rows(3) != rows(4)
 
 
 def test_a_profile_of_short_requests_can_be_tested(resolved: Resolved, target: Target) -> None:
     """The trials bring their own pool and lengths, whatever the profile allows."""
-    engine = dataclasses.replace(resolved.engine, max_model_len=8, num_blocks=2)
-    rows = list(measure_power(dataclasses.replace(resolved, engine=engine), target, 2, silent))
+    short = resolved.with_engine(max_model_len=8, num_blocks=2)
+    rows = list(measure_power(short, target, 2, silent))
     assert rows[0].flagged == 0

@@ -317,7 +317,7 @@ def test_a_measured_number_is_as_good_as_a_given_one(profile, workload):
     """The same work has the same hash, wherever its number is from."""
     given = resolve(profile(BUDGET), workload(), Flags(engine={"num_blocks": 77}))
     asked = resolve(profile(BUDGET), workload(), Flags(engine={"num_blocks": "auto"}))
-    measured = asked.with_num_blocks(77)
+    measured = asked.with_engine(num_blocks=77)
     assert measured == given
     assert measured.pool_question is None
     assert measured.config_hash == given.config_hash != asked.config_hash

@@ -22,7 +22,7 @@ def pool(num_slots=3, policy="deferred"):
 
 
 def told(records, *tokens, step=1):
-    names = np.array([f"r{token}" for token in tokens], object)
+    names = [f"r{token}" for token in tokens]
     return records.tell(Fence(step, passed=True), names, np.array(tokens, np.int32))
 
 

@@ -12,7 +12,6 @@ from bench.probes.step import (
     busy_ns,
     profile_steps,
     step_times,
-    with_engine,
 )
 from bench.probes.watch import Span
 from bench.probes.watched_engine import draw_requests, run_plain, run_watched
@@ -46,7 +45,7 @@ def target(resolved):
 @pytest.mark.parametrize("release", ["deferred", "blocking", "step"])
 def test_host_parts_add_up_and_device_parts_fit_in(resolved, target, release):
     """To the rounding of a float, under policies that wait at different places."""
-    watched = run_watched(with_engine(resolved, release=release), target, draw_requests(resolved))
+    watched = run_watched(resolved.with_engine(release=release), target, draw_requests(resolved))
     steps = step_times(watched)
     assert len(steps) == len(watched.result.steps)
     for times, step in zip(steps, watched.steps, strict=True):

@@ -31,14 +31,6 @@ from tests.deepinfer.store.entries import (
     warnings_of,
 )
 
-
-@pytest.fixture
-def good(tmp_path):
-    """A directory with one good entry, KEY behind PARENT."""
-    assert opened(tmp_path).save(KEY, PARENT, rows(KEY))
-    return tmp_path
-
-
 # -- what is right -------------------------------------------------------------------------------
 
 

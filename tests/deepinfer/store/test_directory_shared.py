@@ -7,8 +7,6 @@ import re
 import threading
 import time
 
-import pytest
-
 from deepinfer.store.segment import HEADER_BYTES, Identity
 from tests.deepinfer.store.entries import (
     KEY,
@@ -23,14 +21,6 @@ from tests.deepinfer.store.entries import (
     rows,
     warnings_of,
 )
-
-
-@pytest.fixture
-def good(tmp_path):
-    """A directory with one good entry, KEY behind PARENT."""
-    assert opened(tmp_path).save(KEY, PARENT, rows(KEY))
-    return tmp_path
-
 
 # -- leftovers and neighbours --------------------------------------------------------------------
 
