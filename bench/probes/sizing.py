@@ -217,10 +217,11 @@ def _gauge(device: Device, budget: int | None) -> _Gauge:
 
 
 class _HostGauge:
-    """Resident memory of this process, out of a budget."""
+    """Resident memory of this process, out of a budget that is all free at the first reading."""
 
     def __init__(self, budget: int) -> None:
-        self._budget, self._start, self._before = budget, _resident("VmRSS"), 0
+        self._budget, self._before = budget, 0
+        self._start: int | None = None  # a page can be gone between two looks, and is nobody's
         self.notes: tuple[str, ...] = (
             f"out of {budget:,} bytes; steps measured as resident memory",
         )
@@ -228,6 +229,8 @@ class _HostGauge:
     def read(self, held: int) -> Reading:
         """See `_Gauge`."""
         own = _resident("VmRSS")
+        if self._start is None:
+            self._start = own
         return Reading(self._budget - (own - self._start), own, torch=held, torch_unused=0)
 
     def start_peak(self) -> None:
