@@ -7,8 +7,8 @@ request), so a request does not change when others are added, and rounds share n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from bench.traces.mooncake import CHUNK_TOKENS
 TokenIds = NDArray[np.int32]
 
 # What a generator draws; part of its key, so new kinds go to the end.
-_SHAPE, _ARRIVAL, _TOKENS, _SAMPLING, _CHUNK, _CHILD, _ABORT = range(7)
+_SHAPE, _ARRIVAL, _TOKENS, _SAMPLING, _CHUNK, _CHILD, _ABORT, _PREFIX = range(8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,14 +61,17 @@ class RequestSpec:
 
     Attributes:
         request_id: unique within a run.
-        arrival_s: seconds since the start of the round.
-        prompt_token_ids: int32 [num_prompt], num_prompt >= 1.
+        arrival_s: seconds since its phase began; of a later turn: since the turn before it ended.
+        prompt_token_ids: int32 [num_prompt], num_prompt >= 1; of a later turn: what follows all
+            that was said until then.
         max_tokens: output tokens, >= 1.
         temperature: 0 = greedy.
         seed: of the sampling noise, in [0, 2**63).
         fork: its children, if it has any.
         abort_after_tokens: output tokens after which the client gives up (less than `max_tokens`,
             and more than `fork.after_tokens`); None = never.
+        phase: begins when nothing of an earlier phase is left to run.
+        next_turn: comes when this one has its answer; see `turn_behind`.
     """
 
     request_id: str
@@ -79,12 +82,27 @@ class RequestSpec:
     seed: int
     fork: ForkSpec | None = None
     abort_after_tokens: int | None = None
+    phase: int = 1
+    next_turn: RequestSpec | None = None
+
+
+def turn_behind(spec: RequestSpec, answer: Sequence[int]) -> RequestSpec | None:
+    """The next turn of a conversation, its prompt complete; None behind the last.
+
+    Args:
+        spec: a turn, its own prompt complete.
+        answer: its output.
+    """
+    if (turn := spec.next_turn) is None:
+        return None
+    said = (spec.prompt_token_ids, np.array(answer, np.int32), turn.prompt_token_ids)
+    return replace(turn, prompt_token_ids=np.concatenate(said))
 
 
 def build_requests(
     workload: Workload, seed: int, vocab_size: int, round_index: int
 ) -> list[RequestSpec]:
-    """The requests of one round, sorted by arrival.
+    """The requests of one round, sorted by phase and arrival; a conversation is its first turn.
 
     The same arguments give the same bytes in every process. `round_index` -1 is the warm-up.
     Raises UserError if the workload's trace is missing or not valid.
@@ -93,9 +111,16 @@ def build_requests(
     if workload.trace is not None:
         requests = list(_from_trace(draw, workload.trace))
     else:
-        groups = enumerate(workload.requests or ())
-        requests = [spec for index, group in groups for spec in _from_group(draw, index, group)]
-    return sorted(requests, key=lambda spec: spec.arrival_s)  # stable: ties stay in file order
+        groups = workload.requests or ()
+        requests = [
+            spec for index in range(len(groups)) for spec in _from_group(draw, groups, index)
+        ]
+    return sorted(requests, key=order_of)  # stable: ties stay in file order
+
+
+def order_of(spec: RequestSpec) -> tuple[int, float]:
+    """Phase and arrival: what requests are sorted by."""
+    return spec.phase, spec.arrival_s
 
 
 def scale_length(num_tokens: float, factor: float) -> int:
@@ -145,37 +170,68 @@ def _draw_length(lengths: Lengths, generator: np.random.Generator) -> int:
     return lengths.fixed
 
 
-def _from_group(draw: _Draw, index: int, group: Group) -> Iterator[RequestSpec]:
-    arrivals = _arrivals(draw, index, group.arrival)
-    for number in range(group.count):
-        key = (index, number)
-        shape = draw.generator(_SHAPE, *key)
-        num_prompt = draw.length(group.prompt_tokens, shape)
-        max_tokens = draw.length(group.output_tokens, shape)
-        seed = draw.sampling_seed(*key)
-        fork = None
-        if group.fork is not None:
-            after = scale_length(group.fork.after_tokens, draw.scale)
-            max_tokens = max(max_tokens, after + 1)  # a parent lives until it has forked
-            children = tuple(_children(draw, group.fork, key, seed))
-            fork = ForkSpec(after, children, group.fork.keep_parent)
-        abort_after = None
-        if group.abort is not None:
-            between = (fork.after_tokens if fork else 0, max_tokens)
-            abort_after = _abort_after(draw, group.abort, key, between)
-        yield RequestSpec(
-            request_id=draw.request_id(*key),
-            arrival_s=next(arrivals),
-            prompt_token_ids=_prompt(draw, group, num_prompt, key),
-            max_tokens=max_tokens,
-            temperature=group.temperature,
-            seed=seed,
-            fork=fork,
-            abort_after_tokens=abort_after,
-        )
+def _from_group(draw: _Draw, groups: Sequence[Group], index: int) -> Iterator[RequestSpec]:
+    arrivals = _arrivals(draw, index, groups[index].arrival)
+    for number in range(groups[index].count):
+        yield _request(draw, groups, (index, number), next(arrivals))
 
 
-def _prompt(draw: _Draw, group: Group, num_tokens: int, key: tuple[int, int]) -> TokenIds:
+def _request(
+    draw: _Draw, groups: Sequence[Group], key: tuple[int, ...], arrival_s: float
+) -> RequestSpec:
+    """A request and its later turns; `key` is group and number and, of a later turn, which."""
+    group, turn = groups[key[0]], (*key, 0)[2]
+    shape = draw.generator(_SHAPE, *key)
+    prompt = _prompt(draw, groups, key, shape)
+    max_tokens = draw.length(group.output_tokens, shape)
+    seed = draw.sampling_seed(*key)
+    fork = None
+    if group.fork is not None:
+        after = scale_length(group.fork.after_tokens, draw.scale)
+        max_tokens = max(max_tokens, after + 1)  # a parent lives until it has forked
+        children = tuple(_children(draw, group.fork, key, seed))
+        fork = ForkSpec(after, children, group.fork.keep_parent)
+    abort_after = None
+    if group.abort is not None:
+        between = (fork.after_tokens if fork else 0, max_tokens)
+        abort_after = _abort_after(draw, group.abort, key, between)
+    next_turn = None
+    if group.turns is not None and turn + 1 < group.turns.count:
+        next_turn = _request(draw, groups, (*key[:2], turn + 1), group.turns.think_s)
+    return RequestSpec(
+        request_id=draw.request_id(*key),
+        arrival_s=arrival_s,
+        prompt_token_ids=prompt,
+        max_tokens=max_tokens,
+        temperature=group.temperature,
+        seed=seed,
+        fork=fork,
+        abort_after_tokens=abort_after,
+        phase=group.phase,
+        next_turn=next_turn,
+    )
+
+
+def _prompt(
+    draw: _Draw, groups: Sequence[Group], key: tuple[int, ...], shape: np.random.Generator
+) -> TokenIds:
+    """What a prompt begins with, and tokens of its own; of a later turn the latter alone."""
+    number, group = key[1], groups[key[0]]
+    if len(key) > 2:
+        assert group.turns is not None, "there is a later turn"
+        return draw.tokens(draw.length(group.turns.prompt_tokens, shape), _TOKENS, *key)
+    own = _own_tokens(draw, group, draw.length(group.prompt_tokens, shape), key)
+    if group.prompts_of is not None:
+        source = [other.name for other in groups].index(group.prompts_of)
+        begin = (source, number % groups[source].count)
+        return np.concatenate([_prompt(draw, groups, begin, draw.generator(_SHAPE, *begin)), own])
+    if group.shared_prefix_tokens is not None:
+        size = scale_length(group.shared_prefix_tokens, draw.scale)
+        return np.concatenate([draw.tokens(size, _PREFIX), own])  # of any group
+    return own
+
+
+def _own_tokens(draw: _Draw, group: Group, num_tokens: int, key: tuple[int, ...]) -> TokenIds:
     if group.phrase_tokens is None:
         return draw.tokens(num_tokens, _TOKENS, *key)
     phrase = draw.tokens(scale_length(group.phrase_tokens, draw.scale), _TOKENS, *key)
@@ -197,7 +253,7 @@ def _arrivals(draw: _Draw, index: int, arrival: Arrival) -> Iterator[float]:
 
 
 def _children(
-    draw: _Draw, fork: Fork, key: tuple[int, int], parent_seed: int
+    draw: _Draw, fork: Fork, key: tuple[int, ...], parent_seed: int
 ) -> Iterator[ChildSpec]:
     num_own = scale_length(fork.own_prompt_tokens, draw.scale) if fork.own_prompt_tokens else 0
     for child in range(fork.children):
@@ -217,7 +273,7 @@ def _child_seed(parent_seed: int, child: int) -> int:
 
 
 def _abort_after(
-    draw: _Draw, abort: Abort, key: tuple[int, int], between: tuple[int, int]
+    draw: _Draw, abort: Abort, key: tuple[int, ...], between: tuple[int, int]
 ) -> int | None:
     """A number of output tokens strictly between the two, or None for a request that goes on."""
     generator = draw.generator(_ABORT, *key)

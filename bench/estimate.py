@@ -10,7 +10,7 @@ than its requests arrive; 8 tokens of warm-up are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -54,9 +54,10 @@ def estimate_round(
     requests = build_requests(resolved.workload, resolved.seed, resolved.model.vocab_size, 0)
     num_flop = 2 * 2 * num_parameters(resolved.model) * _num_tokens(requests)
     computing_s = num_flop / FLOPS[resolved.device]
-    last_arrival_s = max((request.arrival_s for request in requests), default=0.0)
     speed = f"{FLOPS[resolved.device]:.0e}".replace("e+", "e")
-    return Estimate(max(computing_s, last_arrival_s), f"rule: {speed} FLOP/s, never run before")
+    return Estimate(
+        max(computing_s, _arriving_s(requests)), f"rule: {speed} FLOP/s, never run before"
+    )
 
 
 def num_parameters(model: ModelConfig | HybridConfig) -> int:
@@ -103,7 +104,25 @@ def _num_tokens(requests: Sequence[RequestSpec]) -> int:
     """Tokens of prompts and outputs, children included, as if nothing were aborted or shared."""
     total = 0
     for request in requests:
-        total += len(request.prompt_token_ids) + request.max_tokens
+        said = 0
+        for turn in _turns(request):
+            said += len(turn.prompt_token_ids) + turn.max_tokens
+            total += said
         for child in request.fork.children if request.fork else ():
             total += len(child.own_prompt_token_ids) + child.max_tokens
     return total
+
+
+def _arriving_s(requests: Sequence[RequestSpec]) -> float:
+    """Seconds until the last one has come, if all are answered at once."""
+    phases: dict[int, float] = {}
+    for request in requests:
+        last_s = sum(turn.arrival_s for turn in _turns(request))
+        phases[request.phase] = max(phases.get(request.phase, 0.0), last_s)
+    return sum(phases.values())
+
+
+def _turns(request: RequestSpec | None) -> Iterator[RequestSpec]:
+    while request is not None:
+        yield request
+        request = request.next_turn

@@ -331,13 +331,19 @@ class Matrix:
             axes=self._axes,
             seed=first.seed,
             rounds=self._rounds,
-            notes=(*first.notes, *self._notes, *_auto_note(self._auto)),
+            notes=(*_common_notes(self._cells), *self._notes, *_auto_note(self._auto)),
             metadata=self._metadata,
             num_blocks=tuple(cell.resolved.engine.num_blocks for cell in self._cells)
             if self._sizings
             else (),
             sizings=self._sizings,
         )
+
+
+def _common_notes(cells: Sequence[Cell]) -> list[str]:
+    """What a table must say of the input of all cells; what an axis changes, the cells tell."""
+    first, *others = (cell.resolved.notes for cell in cells)
+    return [note for note in first if all(note in notes for notes in others)]
 
 
 def _auto_note(auto: Auto | None) -> list[str]:
@@ -381,7 +387,7 @@ def _in_memory(what: str, hint: str) -> Iterator[None]:
 
 
 def _shortened(specs: Sequence[RequestSpec]) -> list[RequestSpec]:
-    """The warm-up's requests: the first few, at once, with few tokens each."""
+    """The warm-up's requests: the first few, each phase at once, with few tokens each."""
     prompt_tokens = np.cumsum([len(spec.prompt_token_ids) for spec in specs])
     count = max(int(np.searchsorted(prompt_tokens, WARMUP_PROMPT_TOKENS, side="right")), 1)
     return [_shorten(spec) for spec in specs[:count]]
@@ -401,6 +407,7 @@ def _shorten(spec: RequestSpec) -> RequestSpec:
         max_tokens=min(spec.max_tokens, max(WARMUP_TOKENS, fork.after_tokens + 1 if fork else 0)),
         fork=fork,
         abort_after_tokens=None,
+        next_turn=_shorten(spec.next_turn) if spec.next_turn is not None else None,
     )
 
 

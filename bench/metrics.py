@@ -109,6 +109,12 @@ class CellMetrics:
     blocks_shrunk: Metric
     hit_blocks: Metric
     evicted_blocks: Metric
+    loads: Metric
+    loaded_token_percent: Metric
+    saved_mib: Metric
+    loaded_mib: Metric
+    transfer_ms: Metric
+    transfer_overlap_percent: Metric
     stateless_forks: Metric
     drafts_proposed: Metric
     drafts_accepted: Metric
@@ -289,6 +295,7 @@ def _counter_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
         "blocks_shrunk": median_of("num_blocks_shrunk"),
         "hit_blocks": median_of("num_hit_blocks"),
         "evicted_blocks": median_of("num_evicted_blocks"),
+        **_store_metrics(rounds),
         "stateless_forks": median_of("num_stateless_forks"),
         "drafts_proposed": median_of("num_drafts_proposed"),
         "drafts_accepted": median_of("num_drafts_accepted"),
@@ -296,6 +303,36 @@ def _counter_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
             stats.median, map(_num_rejected, rounds), "num_drafts_proposed"
         ),
     }
+
+
+def _store_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
+    """Of rounds with a store; medians over them, and of the shares too."""
+
+    def median_of(name: str, of_round: Callable[[RoundRecord], float | None]) -> Metric:
+        kept = [r for r in rounds if "num_loads" in r.counters]
+        return _over_rounds(stats.median, (of_round(r) for r in kept), name)
+
+    def share(part: float | None, whole: float | None) -> float | None:
+        return 100 * part / whole if part is not None and whole else None
+
+    return {
+        "loads": median_of("num_loads", lambda r: r.counters["num_loads"]),
+        "loaded_token_percent": median_of(
+            "num_prompt_tokens",
+            lambda r: share(r.counters["num_loaded_tokens"], r.num_prompt_tokens),
+        ),
+        "saved_mib": median_of("bytes_saved", lambda r: _mib(r.counters["bytes_saved"])),
+        "loaded_mib": median_of("bytes_loaded", lambda r: _mib(r.counters["bytes_loaded"])),
+        "transfer_ms": median_of("transfer_ms", lambda r: r.counters["transfer_ms"]),
+        "transfer_overlap_percent": median_of(
+            "transfer_ms",
+            lambda r: share(r.counters["transfer_beside_steps_ms"], r.counters["transfer_ms"]),
+        ),
+    }
+
+
+def _mib(num_bytes: float | None) -> float | None:
+    return None if num_bytes is None else num_bytes / 2**20
 
 
 def _verification_metrics(verdicts: Sequence[VerificationRecord]) -> dict[str, Metric]:

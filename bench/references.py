@@ -1,7 +1,7 @@
 """What requests say in a run without drafts: what the drafter `replay` goes by.
 
-    requests         all at once on a plain engine, each to its full length
-    their children   as requests of their own, behind what their parents said
+    requests                      all at once on a plain engine, each to its full length
+    their children, next turns    as requests of their own, behind what those said
 
 Knows requests and the plain engine; neither rounds nor how the tokens are used. They decide how
 many drafts are accepted and nothing else: verification is the engine's, and the verdict on what it
@@ -10,12 +10,12 @@ emitted is the dense reference's. Invariant: equal requests on an equal pool are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 
 import numpy as np
 
-from bench.arrivals import ChildSpec, RequestSpec, TokenIds
+from bench.arrivals import ChildSpec, RequestSpec, TokenIds, turn_behind
 from bench.spec import Resolved
 from deepinfer.config import EngineConfig
 from deepinfer.device import Device
@@ -29,6 +29,7 @@ _KEPT = (
     *("max_model_len", "timeout_s"),
 )
 Requests = tuple[RequestSpec, ...]
+_Asked = tuple[RequestSpec | ChildSpec, TokenIds]  # a request and its whole prompt
 
 
 class References:
@@ -77,21 +78,29 @@ def sampling_of(spec: RequestSpec | ChildSpec) -> SamplingParams:
 
 
 def _run(engine: LLMEngine, requests: Requests) -> dict[str, TokenIds]:
-    found = _run_all(engine, ((spec, spec.prompt_token_ids) for spec in requests))
-    children: list[tuple[RequestSpec | ChildSpec, TokenIds]] = []
-    for parent in requests:
-        if parent.fork is not None and parent.request_id in found:
-            answer = found[parent.request_id][len(parent.prompt_token_ids) :].tolist()
-            children += (
-                (child, np.array(child_prompt(parent, child, answer), np.int32))
-                for child in parent.fork.children
-            )
-    return {**found, **_run_all(engine, children)}
+    found: dict[str, TokenIds] = {}
+    wave: list[_Asked] = [(spec, spec.prompt_token_ids) for spec in requests]
+    while wave:
+        answers = _run_all(engine, wave)
+        found |= answers
+        wave = [
+            behind
+            for spec, prompt in wave
+            if isinstance(spec, RequestSpec) and spec.request_id in answers
+            for behind in _behind(spec, answers[spec.request_id][len(prompt) :].tolist())
+        ]
+    return found
 
 
-def _run_all(
-    engine: LLMEngine, requests: Iterable[tuple[RequestSpec | ChildSpec, TokenIds]]
-) -> dict[str, TokenIds]:
+def _behind(spec: RequestSpec, answer: list[int]) -> Iterator[_Asked]:
+    """Who goes on from a request and its answer: its children, and its next turn."""
+    for child in spec.fork.children if spec.fork is not None else ():
+        yield child, np.array(child_prompt(spec, child, answer), np.int32)
+    if (turn := turn_behind(spec, answer)) is not None:
+        yield turn, turn.prompt_token_ids
+
+
+def _run_all(engine: LLMEngine, requests: Iterable[_Asked]) -> dict[str, TokenIds]:
     for spec, prompt in requests:  # what can never fit is refused, here as in every round
         engine.add_request(spec.request_id, prompt, sampling_of(spec))
     found: dict[str, TokenIds] = {}

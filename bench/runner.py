@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.arrivals import ChildSpec, RequestSpec
+from bench.agenda import Agenda
+from bench.arrivals import ChildSpec, RequestSpec, turn_behind
 from bench.collect.memory import MemoryCollector
 from bench.collect.sampler import NvmlSampler
 from bench.references import References, child_prompt, sampling_of
@@ -26,6 +27,7 @@ from deepinfer.block_manager import BlockManager, Verdict
 from deepinfer.checks.prefix_tags import MAX_POSITIONS
 from deepinfer.checks.suite import parse_checks
 from deepinfer.device import Device, open_device
+from deepinfer.device.delayed import NO_DELAY, DelayedDevice, parse_delays
 from deepinfer.drafters.acceptance import parse_acceptance
 from deepinfer.drafters.base import Drafter
 from deepinfer.drafters.replay import ReplayDrafter
@@ -36,6 +38,7 @@ from deepinfer.runners import Weights, load_model
 
 NUM_FINDINGS = 8  # of a round, in words
 NO_DRAFTS = DraftCounts(0, (), ())
+ANSWERED = ("length", "stop")  # finish reasons of who has all it asked for
 
 
 def with_tags(resolved: Resolved) -> Resolved:
@@ -58,8 +61,18 @@ class Target:
         except BaseException:  # nobody else has the device to close it
             self.device.close()
             raise
+        self._delayed: dict[str, Device] = {}
         self._reference = DenseReference(self.weights, resolved.model)
         self._references = References(self.device, self.weights)
+
+    def device_of(self, resolved: Resolved) -> Device:
+        """The device as an engine of `resolved` is to have it: with the delays planted in it."""
+        delay = resolved.workload.delay
+        if delay == NO_DELAY:
+            return self.device
+        if delay not in self._delayed:
+            self._delayed[delay] = DelayedDevice(self.device, parse_delays(delay))
+        return self._delayed[delay]
 
     def verify(self, emissions: Sequence[Emission], settings: Verify) -> list[RequestVerdict]:
         """The dense reference's verdict on each emission."""
@@ -89,7 +102,7 @@ class Target:
         return LLMEngine(
             resolved.model,
             resolved.engine,
-            device=self.device,
+            device=self.device_of(resolved),
             weights=self.weights,
             drafter=drafter,
             **keys,
@@ -133,7 +146,7 @@ class Round:
     """Drives one engine through one list of requests.
 
     Args:
-        requests: by arrival.
+        requests: by phase and arrival.
         cell, index: numbers for the records; `warmup` rounds are marked.
         engine: a new one to drive; by default what `resolved` says.
     """
@@ -150,7 +163,7 @@ class Round:
         engine: LLMEngine | None = None,
     ) -> None:
         self._engine = engine or target.engine(resolved, requests)
-        self._pending = deque(requests)
+        self._agenda = Agenda(requests)
         self._cell, self._index, self._warmup = cell, index, warmup
         self._tracked: dict[str, _Tracked] = {}
         self._emissions: dict[str, Emission] = {}
@@ -175,13 +188,13 @@ class Round:
 
     def _drive(self) -> None:
         self._start_ns = time.perf_counter_ns()
-        while self._pending or self._engine.has_unfinished():
+        while self._agenda or self._engine.has_unfinished():
             self._admit_arrivals()
             if self._engine.submit_all():
                 self._abort_leaving()
                 self._take(self._engine.collect())
-            elif self._pending:
-                time.sleep(max(self._pending[0].arrival_s - self._now(), 0.0))
+            elif (wait_s := self._agenda.wait_s(self._now())) is not None:
+                time.sleep(max(wait_s, 0.0))
             elif self._engine.has_unfinished():  # not so if the last to arrive was refused
                 raise DeepInferError("requests are left, but nothing can run: a scheduler bug")
         for things, pool in _pools_of_requests(self._engine).items():
@@ -197,9 +210,7 @@ class Round:
         return ((time.perf_counter_ns() if at_ns is None else at_ns) - self._start_ns) / 1e9
 
     def _admit_arrivals(self) -> None:
-        now = self._now()
-        while self._pending and self._pending[0].arrival_s <= now:
-            spec = self._pending.popleft()
+        for spec in self._agenda.due(self._now(), idle=not self._engine.has_unfinished()):
             self._track(spec, spec.arrival_s, spec.prompt_token_ids.tolist())
             verdict = self._engine.add_request(
                 spec.request_id, spec.prompt_token_ids, sampling_of(spec)
@@ -282,6 +293,7 @@ class Round:
         tracked = self._tracked[ended.request_id]
         tracked.finish_reason = ended.finish_reason
         tracked.num_preemptions = ended.num_preemptions
+        self._come_back(tracked)
         problem = _disagreement(tracked, ended)
         if problem:
             self._problems[ended.request_id] = problem
@@ -293,6 +305,14 @@ class Round:
                 seed=tracked.spec.seed,
                 logprobs=ended.logprobs.tolist(),
             )
+
+    def _come_back(self, tracked: _Tracked) -> None:
+        """Have the next turn come, if the request is one of a conversation and has its answer."""
+        spec = tracked.spec
+        if isinstance(spec, RequestSpec) and tracked.finish_reason in ANSWERED:
+            turn = turn_behind(spec, tracked.token_ids)
+            if turn is not None:
+                self._agenda.come_back(turn, tracked.token_times_s[-1])
 
     # -- records ---------------------------------------------------------------------------------
 
@@ -382,6 +402,7 @@ class Round:
                 "num_drafts_accepted": sum(sum(step.drafts_accepted) for step in self._steps),
                 **_slot_counters(self._engine),
                 **_reuse_counters(self._engine),
+                **_store_counters(self._engine),
                 **{
                     FINDING_COUNTERS[name]: findings.counts[name]
                     for name in parse_checks(self._engine.config.checks)
@@ -409,6 +430,24 @@ def _reuse_counters(engine: LLMEngine) -> dict[str, int]:
     return {
         "num_hit_blocks": engine.scheduler.counters.num_hit_blocks,
         "num_evicted_blocks": engine.scheduler.reuse.num_evictions,
+    }
+
+
+def _store_counters(engine: LLMEngine) -> dict[str, float]:
+    """What was kept beyond the pools, and came back; nothing without a store."""
+    transfers, reuse = engine.transfers, engine.scheduler.store
+    if transfers is None or reuse is None:
+        return {}
+    return {
+        "num_loads": reuse.counters.num_loads,
+        "num_failed_loads": reuse.counters.num_failed_loads,
+        "num_loaded_tokens": reuse.counters.num_loaded_tokens,
+        "num_saves": transfers.counters.num_saves,
+        "num_refused_saves": transfers.counters.num_refused_saves,
+        "bytes_saved": transfers.counters.bytes_saved,
+        "bytes_loaded": transfers.counters.bytes_loaded,
+        "transfer_ms": transfers.times.busy_ms,
+        "transfer_beside_steps_ms": transfers.times.beside_steps_ms,
     }
 
 

@@ -7,6 +7,7 @@ its own. A default stands in one place: those of the engine in `EngineConfig`, a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,8 +22,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from bench.model_schema import AnyModel
+from bench.nearest import choices
 from bench.strict import Count, PositiveFloat, Seed, Strict, Text, conflict
 from deepinfer.config import MAX_DRAFTS, MAX_TIMEOUT_S, MIN_TEMPERATURE, EngineConfig
+from deepinfer.device.delayed import NO_DELAY, parse_delays
+from deepinfer.device.delayed import PATTERN as DELAY_PATTERN
 from deepinfer.drafters.acceptance import PATTERNS, parse_acceptance
 from deepinfer.errors import UserError
 from deepinfer.names import CHECKS, DESCRIPTIONS, KEYED_FREE_ORDERS
@@ -85,21 +89,33 @@ def _as_name(value: Any) -> Any:
     return str(value) if isinstance(value, int) else value
 
 
-def _acceptance(value: Any) -> Any:
-    try:
-        parse_acceptance(value)
-    except UserError as error:
-        text = str(error).removeprefix("acceptance").removeprefix(": ")
-        context = {"text": text, "hint": error.hint}
-        raise PydanticCustomError("refused", "{text}", context) from error
-    return value
+def _read_by(parse: Callable[[Any], object], name: str) -> AfterValidator:
+    """Whatever `parse` can read; it calls a value that it cannot by the key `name`."""
+
+    def check(value: Any) -> Any:
+        try:
+            parse(value)
+        except UserError as error:
+            text = str(error).removeprefix(name).removeprefix(": ")
+            context = {"text": text, "hint": error.hint}
+            raise PydanticCustomError("refused", "{text}", context) from error
+        return value
+
+    return AfterValidator(check)
 
 
 Device = Annotated[str, _one_of("device")]
+Delay = Annotated[
+    str,
+    _read_by(parse_delays, "delay"),
+    WithJsonSchema(
+        {"type": "string", "pattern": rf"^({NO_DELAY}|{DELAY_PATTERN}(\+{DELAY_PATTERN})*)$"}
+    ),
+]
 # The grammar is `deepinfer.drafters.acceptance`'s; the schema only tells its forms apart.
 AcceptanceValue = Annotated[
     Any,
-    AfterValidator(_acceptance),
+    _read_by(parse_acceptance, "acceptance"),
     WithJsonSchema(
         {
             "anyOf": [
@@ -121,6 +137,8 @@ NumBlocks = Annotated[
 class EngineSettings(Strict):
     """The keys of `EngineConfig` that one file or the command line sets; see there.
 
+    All but those of a store's directory: a round is a new engine, with nothing kept from before.
+
     `num_blocks: auto`: as many as there is memory for, measured when a run begins.
     """
 
@@ -138,6 +156,8 @@ class EngineSettings(Strict):
     preemption: Annotated[str, _one_of("preemption")] = _ENGINE.preemption
     fork_tail_copy: Annotated[str, _one_of("fork_tail_copy")] = _ENGINE.fork_tail_copy
     prefix_cache: bool = _ENGINE.prefix_cache
+    store_bytes: Annotated[int, Field(ge=0, lt=2**50)] = _ENGINE.store_bytes
+    load_stream: Annotated[str, _one_of("load_stream")] = _ENGINE.load_stream
     overlap: Annotated[str, BeforeValidator(_as_name), _one_of("overlap")] = _ENGINE.overlap
     drafts: Annotated[int, Field(ge=0, le=MAX_DRAFTS)] = _ENGINE.drafts
     drafter: Annotated[str, _one_of("drafter")] = _ENGINE.drafter
@@ -257,23 +277,50 @@ class Abort(Strict):
     after_tokens: Lengths
 
 
+class Turns(Strict):
+    """Conversations of `count` turns each: a request comes back when it has been answered.
+
+    A later turn comes `think_s` after the end of the one before it. Its prompt is all that was said
+    until then and `prompt_tokens` more; its output is drawn like the first one's.
+    """
+
+    count: Annotated[int, Field(ge=2, le=256)]
+    prompt_tokens: Lengths
+    think_s: Seconds = 0.0
+
+
 class Group(Strict):
     """`count` requests drawn alike.
 
-    With `phrase_tokens` a prompt says one phrase of so many tokens again and again.
+    With `phrase_tokens` a prompt says one phrase of so many tokens again and again. In front of its
+    `prompt_tokens` may stand `shared_prefix_tokens` of a text that all groups share, or, with
+    `prompts_of`, a prompt of the group above that has this `name`: the first one's before the
+    first, and so on, from its first again behind its last. Who gives up does not come back for the
+    next of its `turns`.
+
+    A `phase` begins when nothing of an earlier one is left to run; its arrivals count from then.
     """
 
+    name: Text | None = None
     count: NumRequests
     prompt_tokens: Lengths
     phrase_tokens: Count | None = None
+    shared_prefix_tokens: Count | None = None
+    prompts_of: Text | None = None
     output_tokens: Lengths
+    phase: Count = 1
     arrival: Arrival = Arrival(at_s=0.0)
     temperature: Temperature = 0.0
+    turns: Turns | None = None
     fork: Fork | None = None
     abort: Abort | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> Group:
+        if self.prompts_of is not None and self.shared_prefix_tokens is not None:
+            raise conflict("shared_prefix_tokens beside prompts_of", "one of the two")
+        if self.turns and self.fork:
+            raise conflict("fork beside turns", "one of the two")
         if self.fork and self.fork.after_tokens >= self.output_tokens.largest:
             raise conflict(
                 f"fork.after_tokens is past the parent's end (got {self.fork.after_tokens})",
@@ -298,16 +345,24 @@ class AcceptanceFlag(Strict):
     acceptance: AcceptanceValue
 
 
+class DelayFlag(Strict):
+    """A `delay` named outside a workload."""
+
+    delay: Delay
+
+
 class Workload(Strict):
     """What requests come when: request groups or a trace. `name` is the file's.
 
-    `acceptance`: how often the drafts of drafter `replay` are to be right.
+    `acceptance`: how often the drafts of drafter `replay` are to be right. `delay`: planted before
+    every operation of a stream, as `copy=2ms` or `copy=2ms+load=500us`.
     """
 
     name: str = Field(default="", exclude=True)
     description: Text
     engine: EngineSettings = EngineSettings()
     acceptance: AcceptanceValue = None
+    delay: Delay = NO_DELAY
     requests: Annotated[tuple[Group, ...], Field(strict=False)] | None = None
     trace: Trace | None = None
     scale_lengths: PositiveFloat = 1.0
@@ -319,9 +374,30 @@ class Workload(Strict):
             raise conflict("requests is empty (got [])", "at least one group")
         if self.trace and "scale_lengths" in self.model_fields_set:
             raise conflict("scale_lengths beside trace", "scale_lengths within trace")
+        _check_names(self.requests or ())
         return self
 
     @property
     def length_scale(self) -> float:
         """Factor on every token count, of request groups and traces alike."""
         return self.trace.scale_lengths if self.trace else self.scale_lengths
+
+
+def _check_names(groups: Sequence[Group]) -> None:
+    """Names are of one group each, and whose prompts are said again is further up."""
+    above: list[str] = []
+    for index, group in enumerate(groups):
+        source = group.prompts_of
+        if source is not None and source not in above:
+            raise conflict(
+                f"no group of that name further up (got {source!r})",
+                choices(source, above) if above else "the `name` of a group above this one",
+                at=("requests", index, "prompts_of"),
+            )
+        if group.name in above:
+            raise conflict(
+                f"two groups of one name (got {group.name!r})",
+                "names that differ",
+                at=("requests", index, "name"),
+            )
+        above += [group.name] if group.name is not None else []

@@ -25,6 +25,7 @@ from bench.schema import (
     AUTO,
     SWITCHES,
     AcceptanceFlag,
+    DelayFlag,
     DeviceFlag,
     EngineSettings,
     Profile,
@@ -36,6 +37,7 @@ from bench.strict import Strict
 from bench.validation import describe, validate
 from bench.yaml_source import Problem, Source, SourceError, parse, show_value
 from deepinfer.config import EngineConfig, ModelConfig
+from deepinfer.device.delayed import NO_DELAY
 from deepinfer.errors import UserError
 from deepinfer.models.hf_config import model_config_from_folder
 from deepinfer.models.hybrid.geometry import Geometry
@@ -45,9 +47,13 @@ from deepinfer.names import DESCRIPTIONS, UNSAFE_POLICIES
 # `seed` is left out: every cell of a comparison gets the same requests.
 AXES = (
     *(name for name in EngineSettings.model_fields if name != "seed"),
-    *("device", "acceptance"),
+    *("device", "acceptance", "delay"),
 )
-NOT_OF_ENGINE: dict[str, type[Strict]] = {"device": DeviceFlag, "acceptance": AcceptanceFlag}
+NOT_OF_ENGINE: dict[str, type[Strict]] = {
+    "device": DeviceFlag,
+    "acceptance": AcceptanceFlag,
+    "delay": DelayFlag,
+}
 UNMEASURED = 0  # `num_blocks: auto` before it is measured; no engine takes it
 # Of a configuration, all that its `auto` depends on beside the model and its memory.
 POOL_KEYS = (
@@ -110,6 +116,7 @@ class Flags:
         seed: of requests and the `shuffled` order (short for `engine["seed"]`).
         device: a name in `deepinfer.names.DEVICES`.
         acceptance: of replayed drafts, as a workload has it.
+        delay: before every operation of a stream, as a workload has it.
         trace_path: the user's copy of the trace that the workload replays.
         limit: requests to read of the trace.
         scale_lengths: factor on every token count.
@@ -120,6 +127,7 @@ class Flags:
     seed: int | None = None
     device: str | None = None
     acceptance: Any = None
+    delay: str | None = None
     trace_path: str | None = None
     limit: int | None = None
     scale_lengths: float | None = None
@@ -194,6 +202,8 @@ class Resolved:
                 notes.append(f"arrivals sped up by {trace.speed:g}")
             if trace.limit is not None:
                 notes.append(f"at most the first {trace.limit} requests of the trace")
+        if self.workload.delay != NO_DELAY:
+            notes.append(f"delays planted before every operation: {self.workload.delay}")
         return tuple(notes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,6 +253,7 @@ def resolve(profile: Profile, workload: Workload, flags: Flags | None = None) ->
     _check_memory(profile, engine, device)
     workload = _override_input(workload, flags)
     _check_acceptance(workload, engine)
+    _check_delay(workload, device)
     return Resolved(
         workload=workload,
         profile_name=profile.name,
@@ -290,6 +301,16 @@ def _check_acceptance(workload: Workload, engine: EngineConfig) -> None:
         )
 
 
+def _check_delay(workload: Workload, device: str) -> None:
+    """Where the host runs one operation after the other, a delay would change no order."""
+    if workload.delay != NO_DELAY and device == "cpu-stepped":
+        raise UserError(
+            f"delay: {workload.delay}, but the streams of device {device} do not run side by side; "
+            "expected device cpu or cuda",
+            hint="`check explore` runs cpu-stepped in every order",
+        )
+
+
 def _check_flags(model: type[_Flags], values: Mapping[str, Any]) -> _Flags:
     try:
         return model.model_validate(dict(values))
@@ -308,9 +329,10 @@ def _override_input(workload: Workload, flags: Flags) -> Workload:
         "speed": flags.speed,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    if flags.acceptance is not None:
-        _check_flags(AcceptanceFlag, {"acceptance": flags.acceptance})
-        workload = workload.model_copy(update={"acceptance": flags.acceptance})
+    for name in ("acceptance", "delay"):
+        if (value := getattr(flags, name)) is not None:
+            _check_flags(NOT_OF_ENGINE[name], {name: value})
+            workload = workload.model_copy(update={name: value})
     before = workload.trace.model_dump(exclude_none=True) if workload.trace else {"format": "azure"}
     trace = _check_flags(Trace, {**before, **given})
     if workload.trace is not None:

@@ -18,9 +18,11 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-def conflict(text: str, expected: str) -> PydanticCustomError:
-    """Two keys that do not go together: what is wrong, and what would be right."""
-    return PydanticCustomError("conflict", "{text}", {"text": text, "expected": expected})
+def conflict(text: str, expected: str, at: tuple[str | int, ...] = ()) -> PydanticCustomError:
+    """Two keys that do not go together: what is wrong, what would be right, and under which key of
+    the model that complains."""
+    context = {"text": text, "expected": expected, "at": at}
+    return PydanticCustomError("conflict", "{text}", context)
 
 
 class Strict(BaseModel):

@@ -118,7 +118,8 @@ def _misspelt(missing: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
 
 def _path(detail: ErrorDetails) -> KeyPath:
     """Where the value stands in the file; pydantic also says which kind of model was tried."""
-    return tuple(part for part in detail["loc"] if not _is_tag(part))
+    within = detail.get("ctx", {}).get("at", ())
+    return (*(part for part in detail["loc"] if not _is_tag(part)), *within)
 
 
 def _is_tag(part: object) -> bool:

@@ -153,6 +153,11 @@ class KVCache:
         if self.tags is not None:
             self.tags.copy_blocks(pairs)
 
+    def block_parts(self) -> list[Tensor]:
+        """All that a block has: tensors [num_blocks, ...], tags among them."""
+        planes = [rows for layer in self._pool for rows in layer]
+        return planes if self.tags is None else [*planes, self.tags.blocks]
+
     def erase(self, position: int, block_id: int, slot: int) -> None:
         """Zero the K and V of the token at `position`, in all layers.
 

@@ -27,8 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.checks.prefix_tags import go_on
-from deepinfer.config import MAX_DRAFTS
+from deepinfer.config import MAX_DRAFTS, EngineConfig
 from deepinfer.drafters.base import Drafter, DraftHead
+from deepinfer.drafters.registry import make_drafter
 from deepinfer.plan import (
     PLACEHOLDER,
     AheadResult,
@@ -258,3 +259,23 @@ class Carry:
             self._tokens[slot, length : length + len(drafts)] = drafts
         self._num_drafts[slots] = counts
         return counts
+
+
+def make_carry(
+    config: EngineConfig, num_slots: int, drafter: Drafter | None, draft_head: DraftHead | None
+) -> Carry | None:
+    """What the steps of an engine hand on; None where each plan is complete.
+
+    Args:
+        num_slots: draft slots, slot 0 included; 0 where plans do not look ahead.
+        drafter: who proposes drafts; by default `draft_head`, or the one that `config` names.
+        draft_head: the model's own draft layers; None without.
+    """
+    if not num_slots:
+        return None
+    sizes = num_slots, config.max_model_len, config.block_size
+    if not config.drafts:
+        return Carry(*sizes)
+    if drafter is None and draft_head is None:
+        drafter = make_drafter(config.drafter)
+    return Carry(*sizes, drafter, config.drafts, draft_head if drafter is None else None)

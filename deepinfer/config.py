@@ -44,6 +44,10 @@ class EngineConfig:
             the book), `partial` only if rows will be written into it.
         prefix_cache: whether blocks are found by what they hold, and shared by all requests whose
             tokens begin alike.
+        store_bytes: bytes of host memory for rows that outlive their blocks; 0 = no store.
+        store_directory: where they are kept beyond the process, too; None = nowhere.
+        store_directory_bytes: most bytes of its files.
+        load_stream: where kept rows come back, a name in `deepinfer.names.LOAD_STREAMS`.
         overlap: how many steps are planned before the last result is known, a name in
             `deepinfer.names.OVERLAPS`: `off`, `on` (one), `2`.
         drafts: most draft tokens that a step verifies for each request; 0 = none.
@@ -68,6 +72,10 @@ class EngineConfig:
     preemption: str = "newest"
     fork_tail_copy: str = "always"
     prefix_cache: bool = False
+    store_bytes: int = 0
+    store_directory: Path | None = None
+    store_directory_bytes: int = 0
+    load_stream: str = "load"
     overlap: str = "off"
     drafts: int = 0
     drafter: str = "ngram"
@@ -94,6 +102,9 @@ class EngineConfig:
         if self.drafts > MAX_DRAFTS:
             raise UserError(f"drafts: {self.drafts}; expected at most {MAX_DRAFTS} a step")
         check_int("seed", self.seed, 0)
+        check_int("store_bytes", self.store_bytes, 0)
+        check_int("store_directory_bytes", self.store_directory_bytes, 0)
+        self._check_store()
         check_int("num_state_slots", self.num_state_slots, 0)
         if self.num_state_slots == 1:
             raise UserError(
@@ -107,6 +118,19 @@ class EngineConfig:
                 f"max_num_batched_tokens: {self.max_num_batched_tokens} is less than "
                 f"max_num_seqs {self.max_num_seqs}",
                 hint="every running request needs a token of the budget in each step",
+            )
+
+    def _check_store(self) -> None:
+        directory, num_bytes = self.store_directory, self.store_directory_bytes
+        if directory is not None and not self.store_bytes:
+            raise UserError(
+                f"store_directory: {directory} is for a store, and store_bytes is 0",
+                hint="store_bytes: as many as the rows of a few requests take, or more",
+            )
+        if (directory is not None) != (num_bytes > 0):
+            raise UserError(
+                f"store_directory_bytes: {num_bytes} with store_directory: {directory}",
+                hint="give both, or neither",
             )
 
 

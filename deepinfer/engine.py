@@ -3,6 +3,9 @@
     plan -> submit copies -> give up fork sources -> submit forward -> release point
          -> collect the oldest result -> commit
 
+With a store, loads are queued behind the plan, states are copied out with the copies, and committed
+blocks behind the commit.
+
 `step()` is `submit()` then `collect()`. Between the two the device works and the host is free: a
 request may be aborted there, and its blocks are withheld like any others. With `overlap` the next
 step, or two, are submitted before the first is collected, so the device finds its work queued.
@@ -25,14 +28,13 @@ from numpy.typing import ArrayLike
 
 from deepinfer.block_manager import BlockIds, BlockManager, Verdict
 from deepinfer.cache_engine import KVCache
-from deepinfer.carry import Carry
+from deepinfer.carry import make_carry
 from deepinfer.checks.findings import Findings
 from deepinfer.checks.suite import Checks
 from deepinfer.config import EngineConfig
 from deepinfer.device import Device, Event, open_device
 from deepinfer.device.base import Failure
 from deepinfer.drafters.base import Drafter
-from deepinfer.drafters.registry import make_drafter
 from deepinfer.errors import (
     DeepInferError,
     DeviceTimeoutError,
@@ -40,14 +42,16 @@ from deepinfer.errors import (
     check_name,
     listed,
 )
+from deepinfer.fork_sources import give_up_sources
 from deepinfer.hybrid_runner import HybridRunner
 from deepinfer.live import as_token_ids
 from deepinfer.model_runner import ModelRunner
 from deepinfer.models.hybrid.cache import HybridCache
-from deepinfer.names import FENCES, OVERLAPS
+from deepinfer.names import FENCES, LOAD_STREAMS, OVERLAPS
 from deepinfer.observer import Observer
 from deepinfer.outputs import RequestOutput, StepOutput
 from deepinfer.plan import Int32, StepPlan, StepResult
+from deepinfer.planner import Planner
 from deepinfer.pools import Pools
 from deepinfer.release import Fence
 from deepinfer.runners import Model, Weights, check_fits, load_model, make_runner, state_pool
@@ -55,9 +59,9 @@ from deepinfer.scheduler import Scheduler
 from deepinfer.sequence import SamplingParams
 from deepinfer.step_account import Counts, Reading, SubmittedStep
 from deepinfer.stopping import stops_with_device
+from deepinfer.store.tiers import TieredStore
+from deepinfer.transfers import Transfers, open_store
 from deepinfer.worker import InFlightStep, Runner, Worker
-
-FORK_SOURCE = "fork source"
 
 
 class LLMEngine:
@@ -77,6 +81,7 @@ class LLMEngine:
     Attributes:
         pools: every pool of ids, and their release queues.
         blocks, release, states: the pool of blocks, its queue, and the state slots among them.
+        store, transfers: what is kept beyond the pools, and its copies; None without `store_bytes`.
         failure: why the engine takes no more calls; None while all is well. A device that fails, or
             does not answer within `config.timeout_s`, stops it for good.
         max_in_flight: steps that may be submitted and not collected.
@@ -99,6 +104,7 @@ class LLMEngine:
         config.check()
         check_name("fence", config.fence, FENCES)
         check_name("overlap", config.overlap, OVERLAPS)
+        check_name("load_stream", config.load_stream, LOAD_STREAMS)
         self.max_in_flight = 1 + OVERLAPS.index(config.overlap)
         self.model, self.config = model, config
         self.failure: Failure | None = None
@@ -107,14 +113,20 @@ class LLMEngine:
         self._timeout_s = config.timeout_s or None
         self._owns_device = isinstance(device, str)
         self.device = open_device(device) if isinstance(device, str) else device
+        self.store: TieredStore | None = None
+        self.transfers: Transfers | None = None
         try:
             if runner is None:  # before the host's own lists, which grow with the pool
                 check_fits(model, config, self.device)
             self._set_up_host(block_manager, observers)
             self.device = self._checks.watch_device(self.device)
             runner = runner or self._load(weights)
-            carry = self._carry(drafter, runner)
+            draft_head = runner.draft_head if isinstance(runner, HybridRunner) else None
+            carry = make_carry(config, self.pools.num_draft_slots, drafter, draft_head)
             self.worker = Worker(runner, self.device, config.block_size, carry)
+            if self.store is not None:
+                self.transfers = self._transfers(self.store, runner)
+            self._planner = Planner(self.scheduler, self.pools, self.transfers, self._timeout_s)
             self.device.synchronize()  # the pool was made on no stream of ours
         except BaseException:
             self.close()  # nobody else can: there is no engine to close
@@ -127,8 +139,16 @@ class LLMEngine:
         states = state_pool(self.model, config)
         self.pools = pools = Pools(config, block_manager, states, self.max_in_flight, *observers)
         self.blocks, self.release, self.states = pools.blocks, pools.release, pools.states
+        if config.store_bytes:
+            self.store = open_store(self.model, config, self.device, tags=checks.tags)
         self.scheduler = Scheduler(
-            config, pools.blocks, pools.release, pools.states, pools.drafts, tags=checks.tags
+            config,
+            pools.blocks,
+            pools.release,
+            pools.states,
+            pools.drafts,
+            self.store,
+            tags=checks.tags,
         )
         checks.bind(self.scheduler)
 
@@ -237,6 +257,7 @@ class LLMEngine:
             self._hold_streams(fence)
         self.worker.submit_copies(plan)
         copy_events = self._give_up_sources(plan)
+        self._keep_states()
         flight = self.worker.submit_forward(plan)
         fence = Fence(plan.step, flight.end)
         self.scheduler.submitted(plan, fence)
@@ -272,13 +293,16 @@ class LLMEngine:
         collected = self._reading()
         self._checks.tagged(step.flight.plan, result)
         commit = self.scheduler.commit(step.plan, result)
+        self._keep_blocks(step)
         self._flush_if_idle()
         self._checks.settled(step.plan.step)
         stats = step.stats(start, arrived, collected, self._reading(), result, self._gap_ms(step))
         names = [seq.request_id for seq in commit.sequences]
+        record = self.pools.records.tell(step.fence, names, commit.token_ids)
+        self._checks.told(step.plan.step, record)
         return StepOutput(
             started_ids=step.started_ids,
-            tokens=self.pools.records.tell(step.fence, names, commit.token_ids),
+            tokens=record,
             finished=[RequestOutput.of(seq, reason) for seq, reason in commit.finished],
             stats=stats,
         )
@@ -314,9 +338,11 @@ class LLMEngine:
         return [outputs[request_id] for request_id in ids]
 
     def close(self) -> None:
-        """Let go of the device if the engine opened it."""
+        """Let go of the device if the engine opened it, and of the store."""
         if self._owns_device:
             self.device.close()
+        if self.store is not None:
+            self.store.close()
 
     def __enter__(self) -> LLMEngine:
         return self
@@ -339,20 +365,6 @@ class LLMEngine:
                 f"and max_model_len {self.config.max_model_len}"
             )
 
-    def _carry(self, drafter: Drafter | None, runner: Runner) -> Carry | None:
-        """What steps hand on; None where each plan is complete."""
-        config = self.config
-        if self.pools.drafts is None:
-            return None
-        num_slots = self.pools.drafts.slots.num_blocks
-        sizes = num_slots, config.max_model_len, config.block_size
-        if not config.drafts:
-            return Carry(*sizes)
-        draft_head = runner.draft_head if isinstance(runner, HybridRunner) else None
-        if drafter is None and draft_head is None:
-            drafter = make_drafter(config.drafter)
-        return Carry(*sizes, drafter, config.drafts, draft_head if drafter is None else None)
-
     def _gap_ms(self, step: SubmittedStep) -> float | None:
         """How long the device had nothing to do before a step; None behind an idle engine."""
         before, self._last_flight = self._last_flight, step.flight
@@ -367,6 +379,8 @@ class LLMEngine:
     def _flush_if_idle(self) -> None:
         """Without requests there is no step whose release point would lift the last fences."""
         if not self.has_unfinished():
+            if self.transfers is not None:
+                self.transfers.settle(self._timeout_s)
             self.pools.flush()
 
     def _result(self, step: SubmittedStep) -> StepResult:
@@ -384,38 +398,34 @@ class LLMEngine:
     def _reading(self) -> Reading:
         return Reading(time.perf_counter_ns(), self.pools.wait_ns)
 
+    def _transfers(self, store: TieredStore, runner: Runner) -> Transfers:
+        if not isinstance(runner, ModelRunner | HybridRunner):
+            raise UserError(
+                f"store_bytes: {type(runner).__name__} has no rows that could be kept",
+                hint="leave it 0 for a runner of your own",
+            )
+        blocks, states = runner.entry_bytes()
+        queue, load_stream = self.release, self.config.load_stream
+        return Transfers(store, blocks, states, self.device, queue, load_stream)
+
+    def _keep_states(self) -> None:
+        """Queue the copies of what the step is about to change."""
+        saves = self.scheduler.states_to_keep
+        if self.transfers is not None and saves:
+            with self.worker.between_steps():
+                self.transfers.save_states(saves)
+
+    def _keep_blocks(self, step: SubmittedStep) -> None:
+        """Queue the copies of what a commit made final."""
+        if self.transfers is not None and self.scheduler.store is not None:
+            self.transfers.ran(step.flight)
+            self.transfers.save_blocks(self.scheduler.store.take_saves())
+
     def _plan(self) -> StepPlan | None:
-        plan = self.scheduler.schedule()
-        if plan is None and not self._in_flight and self.pools.any_withheld:
-            self.pools.flush()  # everyone waits for withheld blocks or slots: wait with them
-            plan = self.scheduler.schedule()
-        return plan
+        return self._planner.next(in_flight=bool(self._in_flight))
 
     def _give_up_sources(self, plan: StepPlan) -> list[Event]:
-        """Release what the plan's forks let go, behind events recorded after the copies."""
-        copy_stream, events = self.device.stream("copy"), []
-
-        def fence() -> Fence:
-            if not self.release.policy.needs_events:
-                return Fence(plan.step)
-            event = self.device.event()
-            copy_stream.record(event)
-            events.append(event)
-            return Fence(plan.step, event)
-
-        blocks = zip(plan.copy_sources, plan.source_owners, strict=True)
-        let_go = [(self.release, sources, owner) for sources, owner in blocks]
-        if self.states is not None:
-            slots = zip(plan.state_copies[:, :1], plan.state_owners, strict=True)
-            let_go += [(self.states.release, source, owner) for source, owner in slots]
-        shared = fence() if let_go and self.config.fence == "step" else None
-        for queue, sources, owner in let_go:
-            if shared is not None:
-                queue.give_up(sources, shared, owner=owner, path=FORK_SOURCE)
-            else:
-                for block_id in queue.blocks.in_free_order(sources):
-                    queue.give_up([int(block_id)], fence(), owner=owner, path=FORK_SOURCE)
-        return events
+        return give_up_sources(plan, self.pools, self.device, self.config.fence)
 
     def _hold_streams(self, fence: Fence) -> None:
         """Make the device wait where the host does not (`ordered`)."""

@@ -17,6 +17,7 @@ from deepinfer.cache_engine import free_bytes, gib
 from deepinfer.config import EngineConfig
 from deepinfer.device.base import Device, Readback
 from deepinfer.drafters.base import DraftHead
+from deepinfer.entry_bytes import EntryBytes
 from deepinfer.errors import UserError
 from deepinfer.models.hybrid.cache import HybridCache
 from deepinfer.models.hybrid.drafting import Drafting, make_drafting
@@ -109,6 +110,11 @@ class HybridRunner:
     def draft_head(self) -> DraftHead | None:
         """What proposes with `drafting`; None without it."""
         return self if self.drafting is not None else None
+
+    def entry_bytes(self) -> tuple[EntryBytes, EntryBytes]:
+        """Both pools as bytes: of blocks, and of state slots."""
+        cache, device = self.cache, self._device
+        return EntryBytes(cache.block_parts(), device), EntryBytes(cache.slot_parts(), device)
 
     def copy_blocks(self, pairs: Int32) -> None:
         """Inside submitted work: see `worker.Runner`."""

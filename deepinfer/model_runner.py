@@ -12,6 +12,7 @@ from torch import Tensor
 from deepinfer.cache_engine import KVCache
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.device.base import Device
+from deepinfer.entry_bytes import EntryBytes
 from deepinfer.models.attention import AttentionPlan, PagedAttention
 from deepinfer.models.qwen3 import Qwen3
 from deepinfer.models.weights import Qwen3Weights
@@ -58,6 +59,10 @@ class ModelRunner:
         self._model = device.run(
             lambda: Qwen3(model_config, weights, self._attention, device), label="pack weights"
         )
+
+    def entry_bytes(self) -> tuple[EntryBytes, None]:
+        """The pool as bytes; requests of this network have no state."""
+        return EntryBytes(self.cache.block_parts(), self._device), None
 
     def copy_blocks(self, pairs: Int32) -> None:
         """Inside submitted work: see `worker.Runner`."""

@@ -53,6 +53,10 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "on": "a step is planned while the last one runs",
         "2": "two steps are planned ahead",
     },
+    "load_stream": {
+        "load": "a stream of its own, behind nothing but the fences of the blocks it fills",
+        "compute": "the stream of the forward passes, behind all that was queued there",
+    },
     "checks": {
         "off": "nothing is checked while the engine runs",
         "tags": "each KV row a step reads carries the tag of the tokens that belong there",
@@ -84,6 +88,7 @@ TITLES: dict[str, str] = {
     "fork_tail_copy": "fork tail copy: what a fork does with the parent's last block",
     "drafter": "drafter: where the tokens come from that a step verifies",
     "overlap": "overlap: how far planning runs ahead of the device",
+    "load_stream": "load stream: where rows kept in a store come back",
     "checks": "checks: what watches the engine while it runs (several joined by +)",
     "device": "device",
 }
@@ -99,4 +104,5 @@ FORK_TAIL_COPIES = tuple(DESCRIPTIONS["fork_tail_copy"])
 DRAFTERS = tuple(DESCRIPTIONS["drafter"])
 CHECKS = tuple(name for name in DESCRIPTIONS["checks"] if name != "off")
 OVERLAPS = tuple(DESCRIPTIONS["overlap"])  # by the number of steps planned ahead
+LOAD_STREAMS = tuple(DESCRIPTIONS["load_stream"])
 DEVICES = tuple(DESCRIPTIONS["device"])

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 Ints = NDArray[np.integer[Any]]
 BlockIds = Sequence[int] | NDArray[np.int32]
 
-KV, STATE, STAGING, RECORD = "kv", "state", "staging", "record"  # kinds of `Access`
+# Kinds of `Access`.
+KV, STATE, STAGING, RECORD, BUFFER = "kv", "state", "staging", "record", "buffer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Access:
 
     Attributes:
         kind: `KV`: block ids; `STATE`: state slots; `STAGING`: step numbers, whose host arrays the
-            device reads; `RECORD`: step numbers, whose results the device writes for the host.
+            device reads; `RECORD`: step numbers, whose results the device writes for the host;
+            `BUFFER`: addresses of host memory that rows are kept in.
         ids: int [n]; may repeat.
         start, end: int [n], the rows touched in each block, `end` excluded; None = all of it.
         holders: int [n], sequence-table rows on whose behalf; None = nobody in particular.
@@ -79,18 +81,27 @@ class Observer:
     def took(self, owner: str, ids: BlockIds, path: str) -> None:
         """A request put new blocks into its table.
 
-        `path`: `admit`, `append`, `fork`, or `copy-on-write`.
+        `path`: `admit`, `append`, `fork`, `copy-on-write`, `hit`, or `save` (a pin).
         """
 
     def forked(self, owner: str, parent: str, ids: BlockIds) -> None:
         """A waiting fork pinned blocks of its parent."""
 
-    def giving_up(self, table: BlockIds, step: int | None, owner: str, path: str) -> None:
+    def giving_up(
+        self,
+        table: BlockIds,
+        step: int | None,
+        owner: str,
+        path: str,
+        event: object | None = None,
+    ) -> None:
         """A table, or part of one, is about to be given up.
 
         Args:
             step: of the fence it is given up behind; None without one.
-            path: `finish`, `abort`, `preempt`, `shrink`, `fork source`, or `unpin`.
+            event: of the fence; None if it has none, or has passed.
+            path: `finish`, `abort`, `preempt`, `shrink`, `fork source`, `unpin`, `same rows`,
+                `save`, or `load` (which failed).
         """
 
     def release_point(self) -> None:
@@ -98,6 +109,13 @@ class Observer:
 
     def collected(self, step: int) -> None:
         """The result of a step reached the host, and is not committed yet."""
+
+    def committed(self, rows: Access) -> None:
+        """Rows up to these were committed, each for its holder, which goes on or ends with them.
+
+        Told where steps verify drafts: one in flight declares rows that it writes only if others
+        are rejected.
+        """
 
     def flushed(self) -> None:
         """The host waited for all fences."""

@@ -159,14 +159,14 @@ class WrongRows:
         count: row reads, padding included; a row that n sequences share counts for each.
         seqs, positions: int32 [K], the first of them: indices into the S sequences, and where.
         found: int64 [K], the tags they carried.
-        slots: int32 [K], the state slots they lie in, 0 for rows in blocks; None: all in blocks.
+        places: where in state slots each lies, in words; empty for a row in a block; None: all are.
     """
 
     count: int
     seqs: Int32
     positions: Int32
     found: Int64
-    slots: Int32 | None = None
+    places: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from deepinfer.plan import (
 from deepinfer.sequence import RowCounters, Sequence, SequenceTable
 
 NO_COPIES = np.empty((0, 2), np.int32)
+ONE = np.array(1, np.int32)  # numpy would make an array of a Python number anew in every call
 
 
 def split_budget(uncomputed: Int32, budget: int) -> Int32:
@@ -37,11 +38,12 @@ def split_budget(uncomputed: Int32, budget: int) -> Int32:
         uncomputed: int32 [S], tokens known but not in the cache, >= 1 each.
         budget: tokens of the step; at least the number of decodes.
     """
-    if int(uncomputed.sum()) <= budget:
+    decodes = uncomputed == ONE
+    num_decodes = np.count_nonzero(decodes)
+    if num_decodes == len(uncomputed) or int(uncomputed.sum()) <= budget:
         return uncomputed
-    decodes = uncomputed == 1
     chunks = np.where(decodes, 0, uncomputed)
-    left = budget - int(np.count_nonzero(decodes))
+    left = budget - int(num_decodes)
     return np.where(decodes, 1, in_order(chunks, left)).astype(np.int32)
 
 
@@ -126,6 +128,7 @@ class PlanBuilder:
         self._tables: Int32 = np.empty((0, 0), np.int32)
         self._tables_version = -1
         self._indices: Int32 = np.empty(0, np.int32)  # 0 ... S
+        self._block_size = np.array(seqs.block_size, np.intp)
 
     def started(self, seq: Sequence) -> None:
         """A sequence got a row; where plans look ahead, the next one tells the device."""
@@ -153,7 +156,7 @@ class PlanBuilder:
         seqs, num_seqs = self._seqs, len(rows)
         computed = counters.num_computed_tokens
         self._lay_out(rows)
-        if np.count_nonzero(num_scheduled == 1) == num_seqs:
+        if np.count_nonzero(num_scheduled == ONE) == num_seqs:
             # Every sequence decodes: token i belongs to sequence i.
             positions, query_start = computed, self._indices
             last_tokens = query_start[:-1]
@@ -177,7 +180,8 @@ class PlanBuilder:
             sample_tokens = sample_tokens.repeat(1 + num_drafts[samples]) - behind
             sample_positions = sample_positions.repeat(1 + num_drafts[samples]) - behind
             all_sample = False
-        token_ids = seqs.token_ids.ravel().take(token_starts + positions)
+        offsets = positions.astype(np.intp)  # sums of one type need no buffered casts
+        token_ids = seqs.token_ids.ravel().take(token_starts + offsets)
         num_known = known = context_lens
         if self._looks_ahead:
             num_known = seqs.num_tokens[rows]
@@ -210,7 +214,7 @@ class PlanBuilder:
             context_lens=context_lens,
             token_ids=token_ids,
             positions=positions,
-            slot_mapping=self._slots(table_starts, positions),
+            slot_mapping=self._slots(table_starts, offsets),
             block_tables=self._tables,
             sample_tokens=sample_tokens,
             sample_seq=sample_seq,
@@ -227,13 +231,12 @@ class PlanBuilder:
             ahead=ahead,
         )
 
-    def _slots(self, table_starts: Rows, positions: Int32) -> Int64:
+    def _slots(self, table_starts: Rows, positions: Rows) -> Int64:
         """block_id * block_size + offset of each token, int64 [T]."""
-        block_size = self._seqs.block_size
-        columns = positions // block_size
+        columns = positions // self._block_size
         slots = self._seqs.block_tables.ravel().take(table_starts + columns).astype(np.int64)
         slots -= columns
-        slots *= block_size
+        slots *= self._block_size
         slots += positions  # = table[column] * size + (position - column * size)
         return slots
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from deepinfer.block_manager import BlockManager
 from deepinfer.checks.blocks import observed
 from deepinfer.config import EngineConfig
-from deepinfer.draft_slots import DraftSlots
 from deepinfer.errors import UserError
 from deepinfer.names import KEYED_FREE_ORDERS
 from deepinfer.observer import Observer
@@ -22,6 +21,7 @@ from deepinfer.prefix_cache import CachingBlockManager
 from deepinfer.records import RecordPool
 from deepinfer.release import ReleaseQueue
 from deepinfer.sizing import num_state_slots
+from deepinfer.slots import Slots
 from deepinfer.state_slots import StatePool, StateSlots
 
 
@@ -58,11 +58,10 @@ class Pools:
         if states is not None:
             made = self._make("state slots", states.num_slots, block_manager, state_observer)
             self.states = StateSlots(*made, states.max_rewind)
-        self.drafts: DraftSlots | None = None
+        self.drafts: Slots | None = None
         if config.looks_ahead:
-            self.drafts = DraftSlots(
-                *self._make("draft slots", num_state_slots(config.max_num_seqs))
-            )
+            made = self._make("draft slots", num_state_slots(config.max_num_seqs))
+            self.drafts = Slots(*made, "draft_slot")
         # Between two release points as many results may be collected as steps were in flight.
         records = self._make("output records", max_in_flight + 1)
         self.records = RecordPool(*records, config.max_num_seqs * (1 + config.drafts))
@@ -77,11 +76,11 @@ class Pools:
                     hint="set prefix_cache: true with it",
                 )
             return block_manager
-        if states is not None:
+        if states is not None and not self._config.store_bytes:
             raise UserError(
                 "prefix_cache: the requests of this model have state beside their blocks, and a "
                 "hit would lack it",
-                hint="leave prefix_cache off, or use a model without state",
+                hint="keep their states with store_bytes, or leave prefix_cache off",
             )
         if block_manager is not BlockManager:
             raise UserError(f"prefix_cache: {block_manager.__name__} does not find blocks by key")
@@ -112,6 +111,11 @@ class Pools:
         )
         self.queues.append(queue)
         return queue.blocks, queue
+
+    @property
+    def num_draft_slots(self) -> int:
+        """Draft slots, slot 0 included; 0 where plans do not look ahead."""
+        return 0 if self.drafts is None else self.drafts.slots.num_blocks
 
     # -- moments ---------------------------------------------------------------------------------
 

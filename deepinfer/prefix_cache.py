@@ -54,6 +54,19 @@ def chain(
     return int.from_bytes(digest.digest(), "little")
 
 
+def block_keys(
+    keys: list[int], tokens: NDArray[np.integer], count: int, block_size: int
+) -> list[int]:
+    """The keys of the first `count` full blocks of `tokens`, int [>= count * block_size].
+
+    `keys` are those known so far, of its first blocks; the list is extended by what was missing.
+    """
+    for column in range(len(keys), count):
+        own = tokens[column * block_size : (column + 1) * block_size]
+        keys.append(chain(keys[-1] if keys else None, own))
+    return keys[:count]
+
+
 @dataclass(slots=True)
 class CacheCounters:
     """What became of keys so far.

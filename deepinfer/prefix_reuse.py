@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from deepinfer.plan import Int32, Rows
-from deepinfer.prefix_cache import CachingBlockManager, chain
+from deepinfer.prefix_cache import CachingBlockManager, block_keys
 from deepinfer.release import Fence, ReleaseQueue
 from deepinfer.sequence import Sequence, SequenceTable
 
@@ -49,7 +49,7 @@ class PrefixReuse:
         if len(seq.forked_table):
             return NO_BLOCKS
         most = (seq.num_tokens - 1) // self._seqs.block_size
-        keys = self._keys(seq, seq.token_ids, most)
+        keys = block_keys(seq.block_keys, seq.token_ids, most, self._seqs.block_size)
         return np.array(self._blocks.match(keys, most), np.int32)
 
     def num_needed(self, num_blocks: int, hits: Int32) -> int:
@@ -78,7 +78,7 @@ class PrefixReuse:
 
     def _publish(self, seq: Sequence, row: int, count: int, fence: Fence | None) -> None:
         seqs = self._seqs
-        keys = self._keys(seq, seqs.token_ids[row], count)
+        keys = block_keys(seq.block_keys, seqs.token_ids[row], count, seqs.block_size)
         for column in range(int(seqs.num_published_blocks[row]), count):
             block_id, parent = int(seqs.block_tables[row, column]), keys[column - 1]
             if self._blocks.publish(block_id, keys[column], parent if column else None):
@@ -96,11 +96,3 @@ class PrefixReuse:
         self._blocks.take_hits(hits.tolist())
         if self._release.observer is not None:
             self._release.observer.took(seq.request_id, hits, "hit")
-
-    def _keys(self, seq: Sequence, token_ids: Int32, count: int) -> list[int]:
-        """The keys of the first `count` full blocks; kept with the request."""
-        keys, size = seq.block_keys, self._seqs.block_size
-        for column in range(len(keys), count):
-            tokens = token_ids[column * size : (column + 1) * size]
-            keys.append(chain(keys[-1] if keys else None, tokens))
-        return keys[:count]

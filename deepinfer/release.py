@@ -20,6 +20,7 @@ device; and blocks join the free list in the same order whether they waited or n
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -29,6 +30,8 @@ from typing import Protocol
 from deepinfer.block_manager import BlockIds, BlockManager
 from deepinfer.errors import DeviceTimeoutError, check_name, listed
 from deepinfer.observer import Observer
+
+NO_STEP = sys.maxsize  # of a fence behind no step: nothing but its event tells that it has passed
 
 
 class FenceEvent(Protocol):
@@ -43,13 +46,21 @@ class FenceEvent(Protocol):
 class Fence:
     """A point in submitted device work after which the blocks released behind it are untouched.
 
-    `event` is None where the policy needs none (`step`). `passed` latches once anybody knows that
+    `step` is `NO_STEP` for a transfer, which has an event under every policy. `event` is None where
+    the policy needs none (`step`). `passed` latches once anybody knows that
     the point was passed; the event may be gone from then on.
     """
 
     step: int
     event: FenceEvent | None = None
     passed: bool = False
+
+    @property
+    def what(self) -> str:
+        """The fence, in words."""
+        return (
+            "the fence of a transfer" if self.step == NO_STEP else f"the fence of step {self.step}"
+        )
 
     def query(self) -> bool:
         """Whether the point is known to have passed; never blocks."""
@@ -241,7 +252,8 @@ class ReleaseQueue:
             return
         self._owner = owner
         if self.observer is not None:
-            self.observer.giving_up(table, fence.step if fence else None, owner, path)
+            event = fence.event if fence and not fence.passed else None
+            self.observer.giving_up(table, fence.step if fence else None, owner, path, event)
         if fence is None or fence.passed:
             self._account()  # a block that an older fence still keeps becomes withheld here
             self.blocks.release(table)
@@ -346,7 +358,7 @@ class ReleaseQueue:
             ids = listed(dict.fromkeys(int(i) for entry in kept for i in entry.ids))
             owners = listed(dict.fromkeys(repr(entry.owner) for entry in kept))
             raise DeviceTimeoutError(
-                f"the fence of step {fence.step} has not passed: it keeps {self._things} {ids} "
+                f"{fence.what} has not passed: it keeps {self._things} {ids} "
                 f"that {owners} gave up; {error}"
             ) from error
 

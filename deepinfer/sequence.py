@@ -88,6 +88,7 @@ class Sequence:
         state_id: its state slot; 0 = none.
         draft_slot: its draft slot; 0 = none.
         num_preemptions: times its blocks were taken back.
+        num_failed_loads: times the store did not have what it had promised.
         block_keys: of its first full blocks, where blocks are found by what they hold.
     """
 
@@ -104,6 +105,7 @@ class Sequence:
     state_id: int = 0
     draft_slot: int = 0
     num_preemptions: int = 0
+    num_failed_loads: int = 0
     block_keys: list[int] = field(default_factory=list)
 
     @property

@@ -1,9 +1,9 @@
 """State slots of requests: one for each that runs, one ahead for a fork that waits.
 
-A model whose requests have state beside their KV rows keeps it in slots of one size, from a pool of
-the same kind as the blocks' and through a release queue of the same policy. What is different is
-when a slot must be copied. A parent's next step writes over the state that a fork starts from, so
-the fork takes its slot at once, and the copy goes with the next plan, admitted or not:
+A model whose requests have state beside their KV rows keeps it in slots of one size. They are taken
+and given up as all slots are (`deepinfer.slots`); what is different is that a slot may have to be
+copied. A parent's next step writes over the state that a fork starts from, so the fork takes its
+slot at once, and the copy goes with the next plan, admitted or not:
 
     fork()      slot of the parent pinned, slot of the child taken
     schedule()  (parent, child) joins the plan's copies, before anything the plan writes
@@ -21,6 +21,7 @@ from deepinfer.block_manager import BlockManager
 from deepinfer.planning import StepCopies
 from deepinfer.release import Fence, ReleaseQueue
 from deepinfer.sequence import Sequence
+from deepinfer.slots import Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +37,17 @@ class StatePool:
     max_rewind: int
 
 
-class StateSlots:
+class StateSlots(Slots):
     """The pool of state slots and its queue.
 
     Args:
         max_rewind: tokens that a state may have gone on and still serve a sequence that goes on
             from before them.
-
-    Attributes:
-        slots: the pool; slot 0 is nobody's.
-        release: the queue through which slots go back.
     """
 
     def __init__(self, slots: BlockManager, release: ReleaseQueue, max_rewind: int) -> None:
-        self.slots = slots
-        self.release = release
-        self._max_rewind = max_rewind
+        super().__init__(slots, release, "state_id")
+        self.max_rewind = max_rewind
         self._pending: list[tuple[int, Sequence]] = []  # (slot pinned, fork that awaits its copy)
 
     @property
@@ -59,22 +55,13 @@ class StateSlots:
         """The slots that forks have pinned until their state is copied, one for each fork."""
         return [source for source, _ in self._pending]
 
-    def has_room(self) -> bool:
-        """Whether a slot can be taken now, after the policy had a look."""
-        return self.release.make_room(1)
-
     def can_fork(self, num_written: int, num_computed: int) -> bool:
         """Whether a fork that goes on behind `num_computed` tokens can start from a state.
 
         Args:
             num_written: tokens of the state when it will be copied: a step in flight has been done.
         """
-        return num_written - num_computed <= self._max_rewind and self.has_room()
-
-    def take(self, seq: Sequence) -> list[Fence]:
-        """Give `seq` a slot; returns the fences its writers must wait for (`ordered` only)."""
-        self._hand_out(seq, "admit")
-        return self.release.fences_before_writing([seq.state_id])
+        return num_written - num_computed <= self.max_rewind and self.has_room()
 
     def fork(self, seq: Sequence, parent: Sequence) -> None:
         """Give `seq` a slot that is to hold what its parent's holds, and pin that one."""
@@ -90,9 +77,7 @@ class StateSlots:
             if fork is seq:
                 self.release.give_up([source], fence, owner=seq.request_id, path="unpin")
         self._pending = [entry for entry in self._pending if entry[1] is not seq]
-        if seq.state_id:
-            slot, seq.state_id = seq.state_id, 0
-            self.release.give_up([slot], fence, owner=seq.request_id, path=path)
+        super().give_up(seq, fence, path)
 
     def queue_copies(self, copies: StepCopies) -> list[Fence]:
         """All copies that were not queued go with the plan; returns fences as `take` does."""
@@ -103,8 +88,3 @@ class StateSlots:
             waits += self.release.fences_before_writing([fork.state_id])
         self._pending = []
         return waits
-
-    def _hand_out(self, seq: Sequence, path: str) -> None:
-        seq.state_id = self.slots.allocate_one()
-        if self.release.observer is not None:
-            self.release.observer.took(seq.request_id, [seq.state_id], path)

@@ -6,6 +6,8 @@ forward pass with sampling on stream `compute`. Ordered by events:
     copy      wait(end of step n-1)   copy_blocks n, copy_states n   record(copied)
     compute                           wait(copied)    record(start)   forward n   record(end)
 
+Who else must read state slots between two steps (`deepinfer.transfers`) does so with the copies.
+
 What an operation computes is the `Runner`'s. Where plans look ahead, what is open in them is put in
 right before (`deepinfer.carry`), and what was sampled is carried on right behind.
 
@@ -16,7 +18,8 @@ something on waits for what it carries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,13 +84,13 @@ class InFlightStep:
     Attributes:
         step: the plan's number.
         plan: as it was made, or once the step has run as it really ran.
-        end: passes when the step's tokens are ready to be read.
+        start, end: events; `end` passes when the step's tokens are ready to be read.
     """
 
     def __init__(self, plan: StepPlan, device: Device) -> None:
         self.step, self.plan = plan.step, plan
         self._device = device
-        self._start = device.event(timing=True)
+        self.start: Event = device.event(timing=True)
         self.end: Event = device.event(timing=True)
         self._readback = StepReadback()
         self._accepted: Callable[..., Accepted] | None = None
@@ -96,7 +99,7 @@ class InFlightStep:
 
     def record_start(self, stream: Stream) -> None:
         """Mark on `stream` where the step's device time begins."""
-        stream.record(self._start)
+        stream.record(self.start)
 
     def deliver(
         self, readback: StepReadback, accepted: Callable[..., Accepted] | None = None
@@ -111,7 +114,7 @@ class InFlightStep:
         """Wait for the step and read its tokens. Raises what the wait for an event raises."""
         self.end.synchronize(timeout_s)
         self._device.on_host("collect", reads=(_number(RECORD, self.step),))
-        self._device_ms = self.end.elapsed_ms(self._start)
+        self._device_ms = self.end.elapsed_ms(self.start)
         result = self._readback.result(self.step)
         if self._accepted is None:
             return result
@@ -127,13 +130,13 @@ class InFlightStep:
 
     def gap_ms(self, before: InFlightStep) -> float:
         """Device time between the end of the step before and this one's start; both collected."""
-        return self._start.elapsed_ms(before.end)
+        return self.start.elapsed_ms(before.end)
 
     def recycle(self) -> None:
         """Give both events back to the device's pool; `end` must not be used afterwards."""
         if not self._recycled:
             self._recycled = True
-            self._device.recycle(self._start)
+            self._device.recycle(self.start)
             self._device.recycle(self.end)
 
     @property
@@ -169,12 +172,19 @@ class Worker:
         blocks, states = plan.block_copies, plan.state_copies
         if not len(blocks) and not len(states):
             return
+        with self.between_steps():
+            if len(blocks):
+                self._submit_copy(lambda: self.runner.copy_blocks(blocks), KV, blocks, plan.step)
+            if len(states):
+                self._submit_copy(lambda: self.runner.copy_states(states), STATE, states, plan.step)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """What is queued inside on stream `copy` comes behind all that the last step submitted
+        writes, and before all that is written by the next one to be."""
         if self._previous is not None and not self._previous.recycled:
             self._copy_stream.wait(self._previous.end)
-        if len(blocks):
-            self._submit_copy(lambda: self.runner.copy_blocks(blocks), KV, blocks, plan.step)
-        if len(states):
-            self._submit_copy(lambda: self.runner.copy_states(states), STATE, states, plan.step)
+        yield
         self._copy_stream.record(self._copied)
         self._compute_stream.wait(self._copied)
 

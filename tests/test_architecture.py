@@ -30,26 +30,29 @@ LAYERS = [
     {
         *("deepinfer.release", "deepinfer.fork", "deepinfer.policies", "deepinfer.planning"),
         *("deepinfer.cache_engine", "deepinfer.sampling", "deepinfer.waiting", "deepinfer.results"),
-        "deepinfer.live",
+        *("deepinfer.live", "deepinfer.entry_bytes", "deepinfer.transfer_times"),
     },
+    {"deepinfer.slots"},
     {
         *("deepinfer.outputs", "deepinfer.models", "deepinfer.stopping", "deepinfer.block_tables"),
         *("deepinfer.state_slots", "deepinfer.lookahead", "deepinfer.carry"),
-        *("deepinfer.records", "deepinfer.draft_slots", "deepinfer.prefix_reuse"),
+        *("deepinfer.records", "deepinfer.prefix_reuse"),
     },
-    {"deepinfer.scheduler", "deepinfer.pools"},
+    {"deepinfer.store_reuse"},
+    {"deepinfer.holdings", "deepinfer.pools"},
+    {"deepinfer.fitting", "deepinfer.admission", "deepinfer.fork_sources"},
+    {"deepinfer.scheduler"},
     {"deepinfer.worker"},
-    {"deepinfer.model_runner", "deepinfer.hybrid_runner"},
-    {"deepinfer.runners", "deepinfer.step_account"},
+    {"deepinfer.model_runner", "deepinfer.hybrid_runner", "deepinfer.transfers"},
+    {"deepinfer.runners", "deepinfer.step_account", "deepinfer.planner"},
     {"deepinfer.engine"},
     {"deepinfer.testing"},
     {"deepinfer"},  # its __init__: the public names
     {"bench"},  # its __init__: nothing
-    {"bench.disk", "bench.strict"},
+    {"bench.disk", "bench.strict", "bench.nearest"},
     {"bench.model_schema"},
     {
-        *("bench.nearest", "bench.stats", "bench.yaml_source", "bench.schema", "bench.samples"),
-        "bench.provenance",
+        *("bench.stats", "bench.yaml_source", "bench.schema", "bench.samples", "bench.provenance"),
     },
     {"bench.rounds", "bench.step_metrics"},
     {
@@ -60,7 +63,7 @@ LAYERS = [
         *("bench.spec", "bench.arrivals", "bench.verify", "bench.verdicts"),
         *("bench.diff", "bench.history", "bench.json_schema"),
     },
-    {"bench.references"},
+    {"bench.references", "bench.agenda"},
     {
         *("bench.runner", "bench.labs", "bench.report", "bench.estimate", "bench.cache_geometry"),
         "bench.prefix_replay",
@@ -86,7 +89,10 @@ HOST_CORE = [
         "deepinfer.lookahead",
         "deepinfer.carry",
         "deepinfer.records",
-        "deepinfer.draft_slots",
+        "deepinfer.slots",
+        "deepinfer.holdings",
+        "deepinfer.fitting",
+        "deepinfer.admission",
         "deepinfer.prefix_reuse",
         "deepinfer.pools",
     ),
@@ -97,6 +103,8 @@ HOST_CORE = [
     "deepinfer.models.hybrid.draft_plan",
     *("deepinfer.models.hybrid.released", "deepinfer.models.hybrid.stored"),
     *("deepinfer.store.keys", "deepinfer.store.memory", "deepinfer.store.directory"),
+    *("deepinfer.store.tiers", "deepinfer.store_reuse", "deepinfer.fork_sources"),
+    "deepinfer.transfer_times",
 ]
 # What runs or measures a device may load torch; everything else of the toolkit may not.
 ON_DEVICE = {

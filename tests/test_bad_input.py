@@ -85,6 +85,9 @@ def run_args(workload: str = "good.yaml", *more: object, profile: str = "cpu-tin
         (run_args("good.yaml", "--release", "polld"), ["release", "'polld'", "'polled' (the"]),
         (run_args("good.yaml", "--free-order", "revers"), ["free_order", "'revers'", "'reverse'"]),
         (run_args("good.yaml", "--device", "cud"), ["device", "'cud'", "'cuda' (the nearest"]),
+        (run_args("good.yaml", "--delay", "copi=2ms"), ["delay", "'copi'", "copy, compute, load"]),
+        (run_args("good.yaml", "--delay", "copy=2"), ["delay", "'copy=2'", "as copy=2ms"]),
+        (run_args("good.yaml", "-s", "delay=copy=2ms"), ["setting delay", "expected --delay"]),
         (run_args("good.yaml", "-s", "blok_size=4"), ["setting blok_size", "'block_size' (the"]),
         (run_args("good.yaml", "-s", "fence=blok"), ["setting fence", "'blok'", "'block' (the"]),
         (run_args("good.yaml", "--format", "xls"), ["--format", "'xls'", "'text', 'md'"]),
@@ -124,6 +127,7 @@ def test_unknown_names(
         (["-a", "block_size=8,1e3"], ["axis block_size", "'1e3'", "a whole number"]),
         (["-a", "block_size=8,off"], ["axis block_size", "'off'", "a whole number"]),
         (["-a", "block_size=8,017"], ["axis block_size", "'017'", "a whole number"]),
+        (["-a", "delay=none,copi=2ms"], ["axis delay", "'copi'", "copy, compute, load"]),
         (["-a", "device=cpu,gpu"], ["axis device", "'gpu'", "'cpu' (the nearest"]),
         (
             ["-a", "max_num_batched_tokens=256,8"],

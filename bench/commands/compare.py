@@ -48,6 +48,11 @@ def _refuse_record(ctx: click.Context, param: click.Parameter, value: str | None
     help="Short for -a free_order=...",
     shell_complete=complete_names("free_order", several=True),
 )
+@click.option(
+    "--load-stream",
+    help="Short for -a load_stream=...",
+    shell_complete=complete_names("load_stream", several=True),
+)
 @measuring_options(rounds="auto")
 @with_options(HOST_ONLY_OPTIONS)
 @click.option("--record", hidden=True, expose_value=False, callback=_refuse_record)
@@ -59,6 +64,7 @@ def command(
     axes: tuple[str, ...],
     release: str | None,
     free_order: str | None,
+    load_stream: str | None,
     host_only: bool,
     **options: Any,
 ) -> None:
@@ -86,6 +92,6 @@ def command(
         kept = {name: options[name] for name in SHARED if name in options}
         compare_host_only(workload, free_order=free_order, **kept, **own)
         return
-    given = {"release": release, "free_order": free_order}
+    given = {"release": release, "free_order": free_order, "load_stream": load_stream}
     shorthands = tuple(f"{name}={values}" for name, values in given.items() if values is not None)
     ctx.exit(measure(workload, (*shorthands, *axes), **options))

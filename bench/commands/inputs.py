@@ -39,6 +39,11 @@ INPUT_OPTIONS = (
         help="cpu, cpu-stepped or cuda; default: the profile's.",
         shell_complete=complete_names("device"),
     ),
+    click.option(
+        "--delay",
+        metavar="STREAM=TIME",
+        help="Planted before every operation of a stream, as copy=2ms or copy=2ms+load=500us.",
+    ),
     click.option("--seed", type=click.IntRange(min=0), help="Of requests and weights' order."),
     click.option(
         "-s",
@@ -76,6 +81,7 @@ def load_input(
     *,
     profile: str,
     device: str | None,
+    delay: str | None,
     seed: int | None,
     settings: Sequence[str],
     trace_file: str | None,
@@ -93,6 +99,7 @@ def load_input(
         engine=engine,
         seed=seed,
         device=device,
+        delay=delay,
         trace_path=trace_file,
         limit=limit,
         scale_lengths=scale_lengths,
@@ -116,8 +123,8 @@ def _settings(settings: Sequence[str]) -> dict[str, Any]:
 
     flags = {}
     for name, values in parse_axes(settings, what="setting").items():
-        if name == "device":
-            raise UserError("setting device: not of the engine; expected --device")
+        if name in ("device", "delay"):
+            raise UserError(f"setting {name}: not of the engine; expected --{name}")
         if len(values) != 1:
             got = ",".join(map(str, values))
             raise UserError(

@@ -56,8 +56,10 @@ def _check(path: Path, kind: str | None) -> str:
     num_requests = sum(group.count for group in groups)
     num_children = sum(group.count * group.fork.children for group in groups if group.fork)
     forked = f", {num_children} forked from them" if num_children else ""
+    num_turns = sum(group.count * (group.turns.count - 1) for group in groups if group.turns)
+    come_back = f", {num_turns} later turns" if num_turns else ""
     plural = "" if num_requests == 1 else "s"
-    return f"{path}: valid workload, {num_requests} request{plural}{forked}"
+    return f"{path}: valid workload, {num_requests} request{plural}{forked}{come_back}"
 
 
 def _kind_of(path: Path, data: dict[str, Any]) -> str:

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from bench.probes.busy import busy_operation
 from bench.probes.harness import EMPTY, Call, Contest, Cost, gc_off
 from bench.stats import median, percentile
 from deepinfer.block_manager import BlockIds, BlockManager
 from deepinfer.device import DEVICES, Device, Event, open_device
+from deepinfer.device.busy import busy_operation
 from deepinfer.errors import OwnershipError, UserError
 from deepinfer.names import FENCES
 from deepinfer.release import Fence, ReleaseQueue

@@ -155,7 +155,7 @@ class _MemoryEngine(LLMEngine):
         super().__init__(
             resolved.model,
             resolved.engine,
-            device=target.device,
+            device=target.device_of(resolved),
             weights=target.weights,
             drafter=target.drafter(resolved, requests),
         )

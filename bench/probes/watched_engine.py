@@ -116,7 +116,7 @@ class WatchedEngine(LLMEngine):
         requests: list[RequestSpec],
         annotate: Annotate = no_annotation,
     ) -> None:
-        self.watch = WatchedDevice(target.device, annotate)
+        self.watch = WatchedDevice(target.device_of(resolved), annotate)
         self.steps: list[WatchedStep] = []
         self._submitted: deque[Notes] = deque()  # of steps that are in flight
         super().__init__(

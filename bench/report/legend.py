@@ -75,6 +75,12 @@ _MEDIANS = {
     "blocks_shrunk": "blocks shrunk",
     "hit_blocks": "hit blocks",
     "evicted_blocks": "evicted blocks",
+    "loads": "loads",
+    "loaded_token_percent": "loaded tokens",
+    "saved_mib": "saved",
+    "loaded_mib": "loaded",
+    "transfer_ms": "transfers",
+    "transfer_overlap_percent": "beside steps",
     "stateless_forks": "stateless forks",
 }
 _PEAKS = {

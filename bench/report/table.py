@@ -85,6 +85,15 @@ REUSE_COLUMNS = (
     Column("hit_blocks", "hit\nblocks", "count"),
     Column("evicted_blocks", "evicted\nblocks", "count"),
 )
+# Where some cell keeps rows in a store.
+STORE_COLUMNS = (
+    Column("loads", "loads", "count"),
+    Column("loaded_token_percent", "loaded\ntokens %", "number"),
+    Column("saved_mib", "saved\nMiB", "number"),
+    Column("loaded_mib", "loaded\nMiB", "number"),
+    Column("transfer_ms", "transfers\nms", "number"),
+    Column("transfer_overlap_percent", "beside\nsteps %", "number"),
+)
 # Where some cell plans ahead (`overlap`, drafts): what that is for, and what it holds.
 GAP_COLUMNS = (Column("gap_us", "gap\nus", "number"), Column("gap_percent", "gap\n%", "number"))
 AHEAD_COLUMNS = (
@@ -225,7 +234,10 @@ def _metric_columns(samples: Samples) -> tuple[Column, ...]:
             *(DRAFT_BLOCK_COLUMNS if num_drafts else ()),
         ),
         "later": SLOT_COLUMNS if has_slots else (),
-        "block_copies": REUSE_COLUMNS if any(e.get("prefix_cache") for e in engines) else (),
+        "block_copies": (
+            *(REUSE_COLUMNS if any(e.get("prefix_cache") for e in engines) else ()),
+            *(STORE_COLUMNS if any(e.get("store_bytes") for e in engines) else ()),
+        ),
     }
     columns = (
         shown for column in METRIC_COLUMNS for shown in (column, *behind.get(column.key, ()))

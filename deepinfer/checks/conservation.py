@@ -1,7 +1,8 @@
 """Conservation of blocks: tables, plans and requests add up after every call.
 
-What holds for any pool is checked by `pool`; here are the holders of blocks, counted from tables
-and pins, the plan, and the counters of requests. Knows no policy. Invariant: as of `PoolChecker`.
+What holds for any pool is checked by `pool`, what the caller is told by `told`; here are the
+holders of blocks, counted from tables and pins, the plan, and the counters of requests. Knows no
+policy. Invariant: as of `PoolChecker`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from deepinfer.checks.host import Host
 from deepinfer.checks.plans import Contradiction, PlanCheck, what_ran
 from deepinfer.checks.pool import PoolChecker
 from deepinfer.checks.slots import SlotChecker
+from deepinfer.checks.told import Record, ToldChecker
 from deepinfer.observer import KV, Access, BlockIds
 from deepinfer.plan import Int32, StepPlan
 from deepinfer.sequence import Sequence as Request
@@ -39,6 +41,7 @@ class ConservationChecker(PoolChecker):
     def __init__(self, block_size: int, findings: Findings) -> None:
         super().__init__(findings, "block")
         self.states = SlotChecker(findings)
+        self._told = ToldChecker(findings)
         self.others: list[Holder] = []
         self._block_size = block_size
         self._newest = -1  # arrival of the last request looked at
@@ -69,7 +72,15 @@ class ConservationChecker(PoolChecker):
                 end = self._block_size if access.end is None else access.end[inside]
                 np.maximum.at(self._filled, access.ids[inside].astype(np.intp), end)
 
+    def release_point(self) -> None:
+        """The caller's records are taken back."""
+        self._told.taken_back(self.host.num_steps)
+
     # -- what must hold --------------------------------------------------------------------------
+
+    def told(self, step: int, record: Record) -> None:
+        """The record of a step is the caller's until the next release point."""
+        self._told.told(step, record)
 
     def planned(self, plan: StepPlan) -> None:
         """The plan stays inside what its requests own."""

@@ -185,7 +185,14 @@ class Ledger(Observer):
         """The new owner has a name."""
         self.names.add(owner, self.usable(ids))
 
-    def giving_up(self, table: BlockIds, step: int | None, owner: str, path: str) -> None:
+    def giving_up(
+        self,
+        table: BlockIds,
+        step: int | None,
+        owner: str,
+        path: str,
+        event: object | None = None,
+    ) -> None:
         """Remember who and why."""
         index = self.usable(table)
         self._giving_up = Release(owner, path, step)

@@ -28,7 +28,7 @@ from deepinfer.checks.clocks import Clock, Clocks
 from deepinfer.checks.findings import Findings
 from deepinfer.checks.host import Host
 from deepinfer.checks.ledger import Index, Ledger
-from deepinfer.observer import KV, RECORD, STAGING, STATE, Access, BlockIds, Ints
+from deepinfer.observer import BUFFER, KV, RECORD, STAGING, STATE, Access, Ints
 
 HOST = "host"
 THINGS = {
@@ -36,20 +36,8 @@ THINGS = {
     STATE: "state slot",
     STAGING: "the host arrays of step",
     RECORD: "the result of step",
+    BUFFER: "the host buffer at",
 }
-
-
-@dataclass(slots=True)
-class _Span:
-    """Where in its holder's sequence each entry of an access lies: int [n] each.
-
-    Attributes:
-        first: position of the block's first row.
-        epochs: of the holders' rows in the sequence table.
-    """
-
-    first: Ints
-    epochs: Ints
 
 
 @dataclass(slots=True)
@@ -64,7 +52,6 @@ class _Touch:
     holders: Ints | None
     epochs: NDArray[np.int32] | None  # of what is owned only
     owners: dict[int, str]  # where nobody in particular is the holder
-    span: _Span | None = None  # of writes whose first row is not known yet
 
     def rows(self, block_id: int, block_size: int) -> tuple[Index, Ints, Ints]:
         """Where the block is named, and the rows it is named with: start and end."""
@@ -110,7 +97,6 @@ class OrderChecker(Ledger):
         self._clocks = Clocks()
         self._logs: dict[str, deque[_Operation]] = {}  # by stream: what may still be running
         self._reported: set[tuple[object, ...]] = set()
-        self._behind_commit = False  # a step was committed, or is about to be
 
     def bind(self, host: Host) -> None:
         """Whose requests and blocks these are."""
@@ -151,45 +137,29 @@ class OrderChecker(Ledger):
 
     # -- what is committed -----------------------------------------------------------------------
 
-    def collected(self, step: int) -> None:
-        """The step is committed before anything else happens to requests or blocks."""
-        self._behind_commit = True
-
-    def allocated(self, ids: BlockIds) -> None:
-        """As of any ledger."""
-        self._narrow()
-        super().allocated(ids)
-
-    def pinned(self, ids: BlockIds) -> None:
-        """As of any ledger."""
-        self._narrow()
-        super().pinned(ids)
-
-    def giving_up(self, table: BlockIds, step: int | None, owner: str, path: str) -> None:
-        """As of any ledger."""
-        self._narrow()
-        super().giving_up(table, step, owner, path)
-
-    def _narrow(self) -> None:
-        """What is committed by now is written by no step in flight."""
-        if not self._behind_commit:
-            return
-        self._behind_commit = False
+    def committed(self, rows: Access) -> None:
+        """What is committed is written by no step in flight."""
+        ids = rows.ids.astype(np.intp)
+        assert rows.end is not None, "so many rows of each block"
+        end, holder = np.zeros(self.num_blocks, np.intp), np.full(self.num_blocks, -1, np.intp)
+        end[ids] = rows.end
+        if rows.holders is not None:
+            holder[ids] = rows.holders
         for touch in (t for log in self._logs.values() for op in log for t in op.touches):
-            span, holders = touch.span, touch.holders
-            if span is None or holders is None or touch.start is None or touch.end is None:
+            if not touch.writes or touch.kind != KV or touch.epochs is None:
                 continue
-            seqs = self.host.seqs
-            # A row that was left and not taken again still says how far it came.
-            left = seqs.sequences[holders] == None  # noqa: E711, for each of them
-            is_same = seqs.epochs[holders] == np.where(left, span.epochs + 1, span.epochs)
-            committed = seqs.num_computed_tokens[holders] - span.first
-            start = np.where(is_same, np.maximum(touch.start, committed), touch.start)
+            if touch.start is None or touch.end is None:  # whole blocks: no step's
+                continue
+            if (touch.holders is None) != (rows.holders is None):
+                continue
+            is_same = touch.epochs == self.epochs[touch.ids]
+            if touch.holders is not None:
+                is_same &= touch.holders == holder[touch.ids]
+            start = np.where(is_same, np.maximum(touch.start, end[touch.ids]), touch.start)
             keep = start < touch.end
-            touch.span = _Span(span.first[keep], span.epochs[keep])
-            touch.ids, touch.holders = touch.ids[keep], holders[keep]
-            touch.start, touch.end = start[keep], touch.end[keep]
-            touch.epochs = None if touch.epochs is None else touch.epochs[keep]
+            touch.ids, touch.start, touch.end = touch.ids[keep], start[keep], touch.end[keep]
+            touch.holders = None if touch.holders is None else touch.holders[keep]
+            touch.epochs = touch.epochs[keep]
 
     # -- what must be ordered --------------------------------------------------------------------
 
@@ -208,7 +178,6 @@ class OrderChecker(Ledger):
         self._look(self._operation(HOST, label, 0, reads, writes), self._clocks.host)
 
     def _look(self, operation: _Operation, clock: Clock) -> None:
-        self._narrow()
         for stream, log in self._logs.items():
             over = clock.get(stream, 0)
             for earlier in reversed(log):
@@ -304,17 +273,8 @@ class OrderChecker(Ledger):
         touch.epochs = books.epochs[touch.ids]
         if touch.holders is None:
             touch.owners = books.names.of(np.unique(touch.ids))
-        elif writes and access.kind == KV and self.host.config.drafts:
-            touch.span = self._span(touch.ids, touch.holders)
         self._check_owners(operation, touch, books)
         return touch
-
-    def _span(self, ids: Index, holders: Ints) -> _Span:
-        """Where the blocks stand in their holders' tables, which have each at most once."""
-        seqs = self.host.seqs
-        found = seqs.block_tables[holders] == ids[:, None]
-        columns = np.where(found.any(1), found.argmax(1), found.shape[1])  # or behind all it has
-        return _Span(columns * self._block_size, seqs.epochs[holders])
 
     def _inside(self, operation: _Operation, touch: _Touch, books: Ledger) -> _Touch:
         """The touch without what is no block, or slot, one can own."""

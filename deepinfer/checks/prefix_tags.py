@@ -113,13 +113,13 @@ class PrefixTags:
     def describe(self, plan: StepPlan, wrong: WrongRows) -> Iterator[str]:
         """A sentence for each of the first wrong rows, naming whose row was read instead."""
         assert plan.tags is not None, "rows were compared"
-        slots = np.zeros_like(wrong.seqs) if wrong.slots is None else wrong.slots
-        columns = (wrong.seqs, wrong.positions, wrong.found, slots)
-        for seq, position, found, slot in zip(*(c.tolist() for c in columns), strict=True):
+        places = wrong.places or [""] * len(wrong.seqs)
+        columns = (column.tolist() for column in (wrong.seqs, wrong.positions, wrong.found))
+        for seq, position, found, in_slot in zip(*columns, places, strict=True):
             row, epoch = int(plan.rows[seq]), int(plan.epochs[seq])
             block_size = self._seqs.block_size
-            if slot:
-                place, expected = f"position {position} (slot {slot})", "its own row"
+            if in_slot:
+                place, expected = f"position {position} ({in_slot})", "its own row"
             elif position < plan.context_lens[seq]:
                 block = int(plan.block_tables[seq, position // block_size])
                 place, expected = f"position {position} (block {block})", "its own row"

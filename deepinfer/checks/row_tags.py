@@ -71,21 +71,25 @@ class Comparison:
 
 
 class RowTags:
-    """The tags of all slots of a KV pool, int64, 0 where nothing was written."""
+    """The tags of all slots of a KV pool, int64, 0 where nothing was written.
+
+    Attributes:
+        blocks: the same by blocks, int64 [num_blocks, block_size].
+    """
 
     def __init__(self, num_blocks: int, block_size: int, torch_device: torch.device) -> None:
         self._tags = torch.zeros(num_blocks * block_size, dtype=torch.int64, device=torch_device)
-        self._blocks = self._tags.view(num_blocks, block_size)
+        self.blocks = self._tags.view(num_blocks, block_size)
         self._ranks = torch.arange(1, NUM_SHOWN + 1, device=torch_device)
 
     def block(self, block_id: int) -> Tensor:
         """The tags of one block, a view [block_size]."""
-        return self._blocks[block_id]
+        return self.blocks[block_id]
 
     def copy_blocks(self, pairs: Tensor) -> None:
         """Copy whole blocks' tags, (source, destination) int32 [C, 2]; reads all sources first."""
         sources, destinations = pairs.long().unbind(1)
-        self._blocks.index_copy_(0, destinations, self._blocks.index_select(0, sources))
+        self.blocks.index_copy_(0, destinations, self.blocks.index_select(0, sources))
 
     @torch.inference_mode()
     def write_and_compare(

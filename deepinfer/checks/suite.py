@@ -13,6 +13,7 @@ from deepinfer.checks.conservation import ConservationChecker, Holder
 from deepinfer.checks.findings import Findings
 from deepinfer.checks.order import OrderChecker
 from deepinfer.checks.prefix_tags import PrefixTags
+from deepinfer.checks.told import Record
 from deepinfer.device import Device
 from deepinfer.device.observed import ObservedDevice
 from deepinfer.errors import check_name
@@ -95,6 +96,11 @@ class Checks:
         """No call is half way through: everything must add up."""
         if self._conservation is not None:
             self._conservation.settled(step)
+
+    def told(self, step: int, record: Record) -> None:
+        """The caller is about to be given what a step brought."""
+        if self._conservation is not None:
+            self._conservation.told(step, record)
 
     def tagged(self, plan: StepPlan, result: StepResult) -> None:
         """A result came back with what the device found in the rows it read.

@@ -154,6 +154,13 @@ class Device(Protocol):
         """
         ...
 
+    def host_buffer(self, num_bytes: int) -> np.ndarray:
+        """Host memory, uint8 [num_bytes], that copies to and from the device can be queued for.
+
+        Its content is anything. Raises MemoryError if there is none.
+        """
+        ...
+
     def download(self, tensor: Any) -> Readback:
         """Inside submitted work: start copying `tensor` to the host."""
         ...

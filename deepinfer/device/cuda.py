@@ -319,6 +319,13 @@ class CudaDevice:
         """`x -> x @ weight.T`, by cuBLAS."""
         return lambda x: F.linear(x, weight)
 
+    def host_buffer(self, num_bytes: int) -> np.ndarray:
+        """Pinned memory, which goes back to torch's host allocator with the array."""
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+        except RuntimeError as error:
+            raise MemoryError(f"{num_bytes} bytes of pinned memory: {error}") from error
+
     def download(self, tensor: torch.Tensor) -> PinnedReadback:
         """Queue a copy of `tensor` to pinned memory on the current stream.
 

@@ -323,6 +323,10 @@ class TicketDevice(ABC, Generic[S]):
 
         return cpu_linear(weight)
 
+    def host_buffer(self, num_bytes: int) -> np.ndarray:
+        """Ordinary memory."""
+        return np.empty(num_bytes, np.uint8)
+
     def download(self, tensor: torch.Tensor) -> HostReadback:
         """`tensor` itself, which must not be written again before it is read."""
         return HostReadback(tensor)

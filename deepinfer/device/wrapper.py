@@ -109,6 +109,10 @@ class DeviceWrapper:
         """As the inner device's."""
         return self.inner.linear(weight)
 
+    def host_buffer(self, num_bytes: int) -> np.ndarray:
+        """As the inner device's."""
+        return self.inner.host_buffer(num_bytes)
+
     def download(self, tensor: Any) -> Readback:
         """As the inner device's."""
         return self.inner.download(tensor)

@@ -100,7 +100,8 @@ class DirectoryStore:
         self.counters = DirectoryCounters()
         self._path = path
         self._fingerprint = fingerprint
-        self._lock = threading.Lock()  # of all below and the counters; not held while bytes move
+        # Of all below and the counters; not held while bytes move. `known` goes without it.
+        self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}  # of files by name, as this process knows them
         self._num_bytes = 0
         self._num_since_listing = 0  # bytes written
@@ -119,6 +120,17 @@ class DirectoryStore:
         return self._num_bytes
 
     # -- looking and reading ---------------------------------------------------------------------
+
+    def known(self, key: int, parent: int | None) -> int | None:
+        """How many bytes the entry has by what this process saw last; None if it knows of none.
+
+        Looks at no file and waits for nobody, so `read` may find it bad, or gone. One that there
+        was a warning about counts as not there until it is saved again. What others save is known
+        from the next listing on.
+        """
+        name = file_name(self._identity(key, parent))
+        size = self._sizes.get(name, 0)
+        return None if size < HEADER_BYTES or name in self._warned else size - HEADER_BYTES
 
     def find(self, key: int, parent: int | None) -> int | None:
         """How many bytes the entry has; None if there is none, or one that is seen to be bad.
@@ -145,6 +157,10 @@ class DirectoryStore:
             self.counters.num_hits += size is not None
             self.counters.bytes_loaded += 0 if size is None else len(into)
         return size is not None
+
+    def distrust(self, key: int, parent: int | None, error: Exception) -> None:
+        """Warn about an entry that could not be read or saved for a reason that nobody foresaw."""
+        self._warn(file_name(self._identity(key, parent)), repr(error), error)
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -256,15 +272,15 @@ class DirectoryStore:
                         status = item.stat(follow_symlinks=False)
                         if stat.S_ISREG(status.st_mode):
                             found.append((status.st_mtime_ns, item.name, status.st_size))
-        chains, names = Chains[str](), {}
-        self._sizes = {}
+        chains, names, sizes = Chains[str](), {}, {}
         for _, name, size in sorted(found):
             own, parent = _place(name)
             if own in chains:  # somebody made a second file of one key
                 own, parent = name, None
             chains.add(own, parent, size)
             names[own] = name
-            self._sizes[name] = size
+            sizes[name] = size
+        self._sizes = sizes  # whole, for `known`
         self._num_bytes = chains.num_bytes
         self._num_since_listing = 0
         return chains, names
@@ -320,13 +336,14 @@ class DirectoryStore:
         self._warn(name, problem)
         return None
 
-    def _warn(self, name: str, problem: str) -> None:
+    def _warn(self, name: str, problem: str, error: Exception | None = None) -> None:
         with self._lock:
             if name in self._warned:
                 return
             self._warned.add(name)
             self.counters.num_bad_files += 1
-        log.warning("%s: %s; counts as not there", self._path / name, problem)
+        path = self._path / name
+        log.warning("%s: %s; counts as not there", path, problem, exc_info=error)
 
 
 def _place(name: str) -> tuple[str, str | None]:

@@ -41,6 +41,12 @@ class Segment:
     end_block: int
 
 
+def segment_blocks(block_size: int) -> int:
+    """Blocks of a segment: as many as have `SEGMENT_TOKENS` tokens, or the next more."""
+    check_int("block_size", block_size, 1)
+    return -(-SEGMENT_TOKENS // block_size)
+
+
 def segments(block_keys: Sequence[int], block_size: int) -> list[Segment]:
     """The whole segments of a chain, first one first.
 
@@ -48,14 +54,25 @@ def segments(block_keys: Sequence[int], block_size: int) -> list[Segment]:
         block_keys: the chained hashes of its full blocks (`deepinfer.prefix_cache.chain`).
         block_size: tokens of a block.
     """
-    check_int("block_size", block_size, 1)
-    step = -(-SEGMENT_TOKENS // block_size)
+    step = segment_blocks(block_size)
     ends = range(step, len(block_keys) + 1, step)
     keys = [block_keys[end - 1] for end in ends]
     return [
         Segment(key, parent, end - step, end)
         for key, parent, end in zip(keys, [None, *keys], ends, strict=False)
     ]
+
+
+def state_key(segment_key: int) -> int:
+    """The key of the state at the end of a segment, an entry that continues the segment's.
+
+    BLAKE2b with a digest of 16 bytes over the segment's key, little-endian, personalized `state`.
+    """
+    check_key("segment_key", segment_key)
+    digest = blake2b(
+        segment_key.to_bytes(KEY_BYTES, "little"), digest_size=KEY_BYTES, person=b"state"
+    )
+    return int.from_bytes(digest.digest(), "little")
 
 
 def check_key(what: str, key: object) -> None:

@@ -141,14 +141,24 @@ class HostStore:
         entry = self._entries.get(key)
         return entry is not None and entry.visible
 
+    def is_saving(self, key: int) -> bool:
+        """Whether the entry has a buffer that is being filled, so that nobody else can save it."""
+        entry = self._entries.get(key)
+        return entry is not None and not entry.visible
+
     # -- saving ----------------------------------------------------------------------------------
 
-    def begin_save(self, key: int, parent: int | None, num_bytes: int) -> Handle | None:
+    def begin_save(
+        self, key: int, parent: int | None, num_bytes: int, *, on_demand: bool = False
+    ) -> Handle | None:
         """Make room for an entry that will continue `parent`, None if it begins its chain.
 
         Entries that nobody holds go, the last of the least recently used chain first; neither
         `parent` nor what it continues is among them. Nothing goes for an entry whose parent is not
-        there: nobody would find it.
+        there, because nobody would find it.
+
+        Args:
+            on_demand: somebody waits for this very entry, so it needs no parent to be of use.
 
         Returns:
             The handle to fill its buffer by; None if the entry is there or being saved, if there is
@@ -160,7 +170,7 @@ class HostStore:
         check_int("num_bytes", num_bytes, 1)
         if key in self._entries:
             return None
-        victims = self._victims(parent, num_bytes)
+        victims = self._victims(parent, num_bytes, on_demand)
         if victims is None:
             self.counters.num_refused_saves += 1
             return None
@@ -246,13 +256,13 @@ class HostStore:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _victims(self, parent: int | None, num_bytes: int) -> list[int] | None:
+    def _victims(self, parent: int | None, num_bytes: int, on_demand: bool) -> list[int] | None:
         """What goes for an entry of `num_bytes` behind `parent`; None: there is no room for it."""
         over = self.num_bytes + num_bytes - self.budget_bytes
         if over <= 0:
             return []
-        parent_is_there = parent is None or parent in self._entries
-        if not parent_is_there or num_bytes > self.budget_bytes:
+        of_use = on_demand or parent is None or parent in self._entries
+        if not of_use or num_bytes > self.budget_bytes:
             return None
         return self._chains.choose(over, spare=parent)
 

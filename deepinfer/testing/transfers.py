@@ -14,7 +14,6 @@ fences of the blocks it got, and gives up whatever it held behind a fence of its
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,10 +23,8 @@ from deepinfer.device.base import COMPUTE, Event
 from deepinfer.engine import LLMEngine
 from deepinfer.observer import KV, Access
 from deepinfer.plan import Int32
-from deepinfer.release import Fence
+from deepinfer.release import NO_STEP, Fence
 from deepinfer.sequence import blocks_for
-
-NO_STEP = sys.maxsize  # of a fence that no step's result passes: only its event tells
 
 
 class Rows(Protocol):

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from bench.samples import Samples
-from deepinfer.draft_slots import DraftSlots
 from deepinfer.release import ReleaseQueue
 from deepinfer.scheduler import Scheduler
 from deepinfer.sequence import SamplingParams
+from deepinfer.slots import Slots
 from tests.bench.tiny import cells_of, run_matrix, workload
 
 PLAIN = {"count": 3, "prompt_tokens": 20, "output_tokens": 6}
@@ -95,7 +95,7 @@ def test_a_leaked_draft_slot_fails_the_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots are missed like blocks: here each request keeps its own."""
-    monkeypatch.setattr(DraftSlots, "give_up", lambda self, seq, fence, path: None)
+    monkeypatch.setattr(Slots, "give_up", lambda self, seq, fence, path: None)
     samples = run_matrix(tmp_path / "run", cells_of(workload(PLAIN), "overlap=on"))[1]
     failure = samples.failure_of(0)
     assert failure is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.arrivals import build_requests, scale_length
+from bench.arrivals import build_requests, scale_length, turn_behind
 from bench.schema import Workload
 from bench.spec import load_workload
 from deepinfer.errors import UserError
@@ -297,3 +297,81 @@ def test_real_traces_become_requests():
     assert (len(first), len(second)) == (6758, 7322)
     assert (first[:512] == second[:512]).all()
     assert not (first[512:1024] == second[512:1024]).all()
+
+
+def tokens(spec):
+    return spec.prompt_token_ids.tolist()
+
+
+def test_a_shared_prefix_is_the_same_for_all():
+    """Of every group, as far as each goes; then come tokens of its own. It scales, and is another
+    one in another round."""
+    long, short = {**GROUP, "shared_prefix_tokens": 20}, {**GROUP, "shared_prefix_tokens": 12}
+    specs = build(long, short, GROUP)
+    assert [len(spec.prompt_token_ids) for spec in specs] == [28] * 3 + [20] * 3 + [8] * 3
+    prefix = tokens(specs[0])[:20]
+    assert all(tokens(spec)[:20] == prefix for spec in specs[:3])
+    assert all(tokens(spec)[:12] == prefix[:12] for spec in specs[3:6])
+    own = {tuple(tokens(spec)[-8:]) for spec in specs}
+    assert len(own) == 9
+    assert own == {tuple(tokens(spec)) for spec in build(GROUP, GROUP, GROUP)}
+    assert tokens(build(long, round_index=1)[0])[:20] != prefix
+    assert len(build(long, scale_lengths=0.5)[0].prompt_token_ids) == 14
+
+
+def test_prompts_of_another_group_are_said_again():
+    """Each with tokens of its own behind it; round and round if there are fewer of them."""
+    source = {**GROUP, "name": "docs", "prompt_tokens": {"uniform": [5, 50]}}
+    again = {**GROUP, "count": 5, "prompts_of": "docs", "prompt_tokens": 2, "name": "again"}
+    more = {**GROUP, "count": 1, "prompts_of": "again", "prompt_tokens": 1}
+    specs = build(source, again, more)
+    docs, said = specs[:3], specs[3:8]
+    for number, spec in enumerate(said):
+        assert tokens(spec)[:-2] == tokens(docs[number % 3])
+    assert len({tuple(tokens(spec)[-2:]) for spec in said}) == 5
+    assert tokens(specs[8])[:-1] == tokens(said[0])
+    assert [as_tuple(spec) for spec in build(source)] == [as_tuple(spec) for spec in docs]
+
+
+def test_phases_come_in_order_and_within_them_arrivals():
+    """A phase's number decides before any time; equal times stay in file order."""
+    late, early = {**GROUP, "phase": 2}, {**GROUP, "arrival": {"at_s": 9}}
+    assert [(s.phase, s.arrival_s) for s in build(late, early, GROUP)] == (
+        [(1, 0.0)] * 3 + [(1, 9.0)] * 3 + [(2, 0.0)] * 3
+    )
+
+
+def test_a_conversation_has_its_turns_one_behind_the_other():
+    """Each a request with an id, a seed, lengths and a way to end of its own."""
+    talk = {"count": 3, "prompt_tokens": {"uniform": [1, 9]}, "think_s": 0.5}
+    group = {
+        **GROUP,
+        "turns": talk,
+        "phase": 2,
+        "output_tokens": {"uniform": [5, 50]},
+        "abort": {"fraction": 0.5, "after_tokens": 2},
+    }
+    specs = build({**group, "count": 40})
+    first, second, third = specs[0], specs[0].next_turn, specs[0].next_turn.next_turn
+    assert third.next_turn is None
+    assert [s.request_id for s in (first, second, third)] == ["r0-0-0", "r0-0-0-1", "r0-0-0-2"]
+    assert [s.arrival_s for s in (first, second, third)] == [0.0, 0.5, 0.5]
+    assert {s.phase for s in (first, second, third)} == {2}
+    assert len({s.seed for s in (first, second, third)}) == 3
+    turns = [turn for spec in specs for turn in (spec.next_turn, spec.next_turn.next_turn)]
+    assert {len(turn.prompt_token_ids) for turn in turns} == set(range(1, 10))
+    assert len({turn.max_tokens for turn in turns}) > 20
+    assert 20 <= sum(turn.abort_after_tokens is not None for turn in turns) <= 60
+    alone = build({**group, "count": 40, "turns": {**talk, "count": 2}})
+    assert [as_tuple(s.next_turn) for s in alone] == [as_tuple(s.next_turn) for s in specs]
+
+
+def test_a_turn_follows_all_that_was_said():
+    """Prompt, answer, and tokens of its own; the turn behind it is still to come."""
+    (first,) = build({**GROUP, "count": 1, "turns": {"count": 3, "prompt_tokens": 2}})
+    second = turn_behind(first, [7, 8])
+    assert tokens(second) == [*tokens(first), 7, 8, *tokens(first.next_turn)]
+    third = turn_behind(second, [9])
+    assert tokens(third) == [*tokens(second), 9, *tokens(first.next_turn.next_turn)]
+    assert third.prompt_token_ids.dtype == np.int32
+    assert turn_behind(third, [1]) is None

@@ -76,6 +76,21 @@ def test_a_round_lasts_at_least_until_its_last_request(resolved: Resolved) -> No
     assert estimate_round(AXES, slow, []).round_s == pytest.approx(90.0)
 
 
+def test_turns_and_phases_count() -> None:
+    """A turn computes all that was said before it; thinking and phases take their time in turn."""
+    talk = {"count": 3, "prompt_tokens": 8, "think_s": 100.0}
+    plain = {"count": 2, "prompt_tokens": 40, "output_tokens": 12}
+    found = estimate_round(AXES, tiny(workload({**plain, "turns": talk})), [])
+    assert found.round_s == pytest.approx(200.0)
+    later = {**plain, "phase": 2, "arrival": {"at_s": 50.0}}
+    found = estimate_round(AXES, tiny(workload({**plain, "turns": talk}, later)), [])
+    assert found.round_s == pytest.approx(250.0)
+    soon = tiny(workload({**plain, "turns": {**talk, "think_s": 0.0}}))
+    tokens = 2 * (52 + 72 + 92)
+    expected = 4 * num_parameters(soon.model) * tokens / FLOPS["cpu"]
+    assert estimate_round(AXES, soon, []).round_s == pytest.approx(expected)
+
+
 def test_children_count(resolved: Resolved) -> None:
     """Three children of 8 tokens are 24 tokens more."""
     forked = tiny(workload({**PLAIN, "fork": {"children": 3, "output_tokens": 8}}))

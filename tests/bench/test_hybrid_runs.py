@@ -25,6 +25,9 @@ SCALES = {
     "long-chunked-prompt": 0.05,
     "mixed-chat": 0.1,
     "preemption-pressure": None,  # scaled down there would be none
+    "restore-storm": 0.5,
+    "multi-turn": 0.1,
+    "shared-system-prompt": 0.2,
 }
 
 

@@ -29,8 +29,18 @@ GOOD: dict[str, Any] = {
             "output_tokens": 4,
             "arrival": {"every_s": 0.5, "start_s": 1},
             "fork": {"children": 2, "output_tokens": {"lognormal": LOGNORMAL}},
-        }
+            "name": "chats",
+        },
+        {
+            "count": 2,
+            "prompt_tokens": 4,
+            "prompts_of": "chats",
+            "output_tokens": 4,
+            "phase": 2,
+            "turns": {"count": 3, "prompt_tokens": {"uniform": [1, 5]}, "think_s": 0.5},
+        },
     ],
+    "delay": "copy=2ms+load=500us",
 }
 
 
@@ -152,6 +162,8 @@ def test_every_shipped_file_fits_and_names_its_schema(kind: Kind, path: Path) ->
         ({"engine": {"checks": "tags+ordre"}}, "'tags+ordre': does not fit"),
         ({"engine": {"checks": "off+tags"}}, "'off+tags': does not fit"),
         ({"engine": {"block_size": 0}}, "0: below 1"),
+        ({"delay": "copi=2ms"}, "'copi=2ms': does not fit"),
+        ({"delay": "copy=2ms+none"}, "'copy=2ms+none': does not fit"),
         ({"engine": {"block_size": "16"}}, "'16' is no integer"),
         ({"trace": {"format": "azure"}}, "not one"),
         ({"requests": [{"count": 1, "prompt_tokens": 4}]}, "no output_tokens"),

@@ -313,3 +313,24 @@ def test_the_label_of_a_cell_is_its_axes(small: Workload) -> None:
     assert Cell(0, {"release": "step", "block_size": 16}, cell.resolved).label == (
         "release=step block_size=16"
     )
+
+
+def test_a_warm_up_goes_through_phases_and_turns(tmp_path: Path) -> None:
+    """Few tokens each and nobody thinks; what comes back in a round comes back here, too."""
+    turns = {"count": 2, "prompt_tokens": 3, "think_s": 0.2}
+    later = {**PLAIN, "count": 1, "phase": 2, "arrival": {"at_s": 0.2}, "turns": turns}
+    Recorded.given = []
+    cells = cells_of(workload({**PLAIN, "count": 1}, later))
+    with (
+        Matrix(cells, rounds=1, axes={}, progress=silent, make_round=Recorded) as prepared,
+        SampleWriter(tmp_path) as writer,
+    ):
+        assert prepared.run(writer)
+    given = dict(Recorded.given)
+    assert [(spec.phase, spec.arrival_s) for spec in given[-1]] == [(1, 0.0), (2, 0.0)]
+    assert [(spec.phase, spec.arrival_s) for spec in given[0]] == [(1, 0.0), (2, 0.2)]
+    turn = given[-1][1].next_turn
+    assert turn is not None
+    assert (turn.arrival_s, turn.max_tokens) == (0.0, WARMUP_TOKENS)
+    asked = {(r.round, r.request_id) for r in read_samples(tmp_path).requests}
+    assert {(-1, "w-1-0"), (-1, "w-1-0-1"), (0, "r0-1-0"), (0, "r0-1-0-1")} <= asked

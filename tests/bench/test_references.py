@@ -29,6 +29,12 @@ WORK = workload(
         "output_tokens": 10,
         "abort": {"fraction": 1.0, "after_tokens": 2},
     },
+    {
+        "count": 2,
+        "prompt_tokens": 9,
+        "output_tokens": 4,
+        "turns": {"count": 3, "prompt_tokens": 5},
+    },
     acceptance=0.5,
 )
 

@@ -14,6 +14,7 @@ import pytest
 
 from bench.catalog import find_workload
 from bench.runner import RoundResult, Target
+from bench.samples import RequestRecord
 from bench.schema import Workload
 from bench.spec import Flags, load_workload, resolve
 from deepinfer.errors import UserError
@@ -39,6 +40,9 @@ SCALES = {  # a scale where lengths of the whole size would not fit, or would ta
     "long-chunked-prompt": 0.4,
     "mixed-chat": 0.25,
     "preemption-pressure": None,
+    "restore-storm": None,
+    "multi-turn": None,
+    "shared-system-prompt": None,
 }
 
 
@@ -313,3 +317,89 @@ def test_weights_that_cannot_be_loaded_leave_no_device_open(tmp_path: Path) -> N
     with pytest.raises(UserError):
         Target(dataclasses.replace(resolved, model=broken))
     assert threading.active_count() == before
+
+
+TALK = {"count": 3, "prompt_tokens": 5, "think_s": 0.05}
+
+
+def by_id(result: RoundResult) -> dict[str, RequestRecord]:
+    """The records of a round's requests."""
+    return {record.request_id: record for record in result.requests}
+
+
+def test_a_conversation_comes_back_with_all_that_was_said(target: Target) -> None:
+    """A turn is a request of its own, so long after the answer as its client thinks."""
+    resolved = tiny(workload({**PLAIN, "count": 2, "temperature": 0.8, "turns": TALK}))
+    result = run_round(resolved, target)
+    check_records(result, resolved.engine.num_blocks)
+    assert reasons(result) == {"length": 6}
+    found = by_id(result)
+    for number in range(2):
+        turns = [f"r0-0-{number}", f"r0-0-{number}-1", f"r0-0-{number}-2"]
+        assert [found[name].num_prompt_tokens for name in turns] == [40, 57, 74]
+        for before, after in pairwise(turns):
+            said = list(result.emissions[before].token_ids)
+            assert list(result.emissions[after].token_ids[: len(said)]) == said
+            waited_s = found[after].arrival_s - found[before].token_times_s[-1]
+            assert waited_s == pytest.approx(TALK["think_s"])
+    assert not any(verdict.wrong for verdict in verdicts(resolved, target, result).values())
+
+
+def test_who_gives_up_or_does_not_fit_does_not_come_back(target: Target) -> None:
+    """The conversation ends there; the others go on."""
+    leaves = {**PLAIN, "count": 1, "abort": {"fraction": 1.0, "after_tokens": 2}, "turns": TALK}
+    grows = {**PLAIN, "count": 1, "turns": {"count": 3, "prompt_tokens": 4080}}
+    resolved = tiny(workload(leaves, grows, {**PLAIN, "count": 1, "turns": TALK}))
+    result = run_round(resolved, target)
+    check_records(result, resolved.engine.num_blocks)
+    assert {name: record.finish_reason for name, record in by_id(result).items()} == {
+        "r0-0-0": "abort",
+        "r0-1-0": "length",
+        "r0-1-0-1": "never",
+        "r0-2-0": "length",
+        "r0-2-0-1": "length",
+        "r0-2-0-2": "length",
+    }
+
+
+def test_a_phase_begins_when_the_one_before_is_over(target: Target) -> None:
+    """Its forks and later turns included; then its own arrivals count. Nobody is left behind."""
+    resolved = tiny(
+        workload(
+            {**PARENT, "fork": FORK},
+            {**PLAIN, "count": 1, "turns": TALK, "name": "talk"},
+            {**PLAIN, "count": 2, "phase": 2, "prompts_of": "talk", "prompt_tokens": 3},
+            {**TOO_LONG, "phase": 3},
+            {**PLAIN, "count": 1, "phase": 4, "arrival": {"at_s": 0.1}},
+        )
+    )
+    result = run_round(resolved, target)
+    check_records(result, resolved.engine.num_blocks)
+    ends: dict[int, list[float]] = {1: [], 2: [], 4: []}
+    arrivals: dict[int, list[float]] = {1: [], 2: [], 3: [], 4: []}
+    for name, record in by_id(result).items():
+        phase = {"0": 1, "1": 1, "2": 2, "3": 3, "4": 4}[name.split("-")[1]]
+        arrivals[phase].append(record.arrival_s)
+        if record.token_times_s:
+            ends[phase].append(record.token_times_s[-1])
+    assert len(ends[1]) == 4 + 3
+    assert max(ends[1]) <= min(arrivals[2])
+    assert max(ends[2]) <= min(arrivals[3])
+    assert min(arrivals[4]) >= max(ends[2]) + 0.1
+    prompt = list(result.emissions["r0-1-0"].token_ids[:40])
+    assert list(result.emissions["r0-2-1"].token_ids[:40]) == prompt
+    assert not any(verdict.wrong for verdict in verdicts(resolved, target, result).values())
+
+
+def test_planted_delays_change_times_and_no_token(target: Target) -> None:
+    """The copies are 60 ms late, on a device that other cells share without the delay."""
+    fork = workload({**PARENT, "fork": FORK})
+    plain, late = (tiny(fork.model_copy(update={"delay": d})) for d in ("none", "copy=60ms"))
+    assert target.device_of(plain) is target.device
+    assert target.device_of(late) is target.device_of(late) is not target.device
+    slow, quick = run_round(late, target), run_round(plain, target)
+    assert slow.round.wall_s >= 0.06
+    assert quick.round.wall_s < slow.round.wall_s
+    assert {name: list(e.token_ids) for name, e in slow.emissions.items()} == {
+        name: list(e.token_ids) for name, e in quick.emissions.items()
+    }

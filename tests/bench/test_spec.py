@@ -59,8 +59,11 @@ def workload(write):
 
 
 def test_engine_keys_and_defaults_are_those_of_the_engine():
-    """The schema offers exactly the keys of EngineConfig, with its defaults."""
+    """The schema offers the keys of EngineConfig, with its defaults, but for the directory of a
+    store: a round begins with nothing kept."""
     defaults = dataclasses.asdict(EngineConfig())
+    assert defaults.pop("store_directory") is None
+    assert defaults.pop("store_directory_bytes") == 0
     assert EngineSettings().model_dump() == defaults
     assert EngineSettings().given() == {}
 
@@ -462,3 +465,32 @@ def test_bad_choices_of_drafts_and_overlap(item, part):
     with pytest.raises(UserError) as error:
         parse_axes([item])
     assert part in f"{error.value} {error.value.hint}"
+
+
+def test_delay_is_an_axis_a_flag_and_a_key(profile, workload):
+    """The flag is on top of the workload's; each cell's is in its configuration."""
+    own = workload("delay: copy=1ms\n")
+    assert resolve(profile(), workload()).workload.delay == "none"
+    assert resolve(profile(), own).workload.delay == "copy=1ms"
+    assert resolve(profile(), own, Flags(delay="none")).workload.delay == "none"
+    axes = parse_axes(["delay=none,copy=2ms+load=500us"])
+    cells = resolve_cells(profile(), own, Flags(), axes)
+    assert [made.workload.delay for _, made in cells] == ["none", "copy=2ms+load=500us"]
+    assert len({made.config_hash for _, made in cells}) == 2
+    with pytest.raises(UserError, match=r"axis delay: also set by a flag"):
+        resolve_cells(profile(), own, Flags(delay="copy=1ms"), axes)
+
+
+def test_times_with_planted_delays_say_so(profile, workload):
+    """A note of every table, and none without."""
+    note = "delays planted before every operation: copy=2ms"
+    assert note in resolve(profile(), workload(), Flags(delay="copy=2ms")).notes
+    assert resolve(profile(), workload()).notes == ()
+
+
+def test_a_delay_that_would_change_no_order_is_refused(profile, workload):
+    """The streams of cpu-stepped do not run side by side."""
+    flags = Flags(delay="copy=2ms", device="cpu-stepped")
+    with pytest.raises(UserError, match=r"delay: copy=2ms, .* expected device cpu or cuda"):
+        resolve(profile(), workload(), flags)
+    resolve(profile(), workload(), dataclasses.replace(flags, delay="none"))

@@ -51,6 +51,12 @@ def write(tmp_path):
         ("description: x\n", 1, "no form given; expected one of requests, trace"),
         ("requests: []\n", 1, "description: missing key"),
         ("description: x\nrequests: []\n", 1, "requests is empty"),
+        (
+            WORKLOAD + "delay: copi=2ms\n",
+            4,
+            "delay: unknown stream 'copi'; expected one of copy, com",
+        ),
+        (WORKLOAD + "delay: 2\n", 4, "delay: wrong type (got 2); expected text"),
         ("description: x\ntrace: {format: azur}\n", 2, "trace.format: unknown name (got 'azur')"),
         (TRACE + "scale_lengths: 0.1\n", 1, "scale_lengths beside trace"),
     ],
@@ -159,3 +165,55 @@ def test_unknown_keys_in_profiles_do_not_show_internal_names(write):
     _, problems = check_file(Profile, write(PROFILE + "nam: x\n"))
     assert "unknown key (got 'nam')" in problems[0].text
     assert " name" not in problems[0].text.partition("expected")[2]
+
+
+GROUP = "count: 1, prompt_tokens: 8, output_tokens: 4"
+
+
+@pytest.mark.parametrize(
+    ("more", "line", "part"),
+    [
+        (
+            "turns: {count: 1, prompt_tokens: 2}",
+            4,
+            "turns.count: out of range (got 1); expected at",
+        ),
+        ("turns: {count: 2}", 4, "turns.prompt_tokens: missing key"),
+        ("turns: {count: 2, prompt_tokens: 2, think: 1}", 4, "unknown key (got 'think'); expected"),
+        ("turns: {count: 2, prompt_tokens: 2, think_s: -1}", 4, "think_s: out of range (got -1)"),
+        (
+            "turns: {count: 2, prompt_tokens: 2}, fork: {children: 2, output_tokens: 4}",
+            4,
+            "requests[1]: fork beside turns; expected one of the two",
+        ),
+        ("shared_prefix_tokens: 0", 4, "requests[1].shared_prefix_tokens: out of range (got 0)"),
+        (
+            "shared_prefix_tokens: 4, prompts_of: docs",
+            4,
+            "requests[1]: shared_prefix_tokens beside prompts_of; expected one of the two",
+        ),
+        (
+            "prompts_of: dogs",
+            4,
+            "prompts_of: no group of that name further up (got 'dogs'); expected 'docs' (the",
+        ),
+        ("name: a, prompts_of: a", 4, "requests[1].prompts_of: no group of that name further up"),
+        ("name: docs", 4, "requests[1].name: two groups of one name (got 'docs'); expected names"),
+        ("phase: 0", 4, "requests[1].phase: out of range (got 0); expected at least 1"),
+    ],
+)
+def test_bad_turns_prefixes_and_phases(write, more, line, part):
+    """What a group says of others, of its turns and its phase is checked where it stands."""
+    groups = f"  - {{{GROUP}, name: docs}}\n  - {{{GROUP}, {more}}}\n"
+    path = write(f"description: test\nrequests:\n{groups}")
+    _, problems = check_file(Workload, path)
+    assert len(problems) == 1
+    assert problems[0].text.startswith(f"{path}:{line}: requests[1]")
+    assert part in problems[0].text
+
+
+def test_prompts_of_needs_a_group_with_a_name(write):
+    """Where there is none, the remedy is said."""
+    path = write(f"description: test\nrequests:\n  - {{{GROUP}, prompts_of: docs}}\n")
+    with pytest.raises(SourceError, match="expected the `name` of a group above this one"):
+        load_workload(path)

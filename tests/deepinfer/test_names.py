@@ -50,4 +50,4 @@ def test_default_config_uses_listed_names():
     config = dataclasses.asdict(EngineConfig())
     chosen = {key: config[key] for key in names.DESCRIPTIONS if key in config}
     assert all(value in names.DESCRIPTIONS[key] for key, value in chosen.items())
-    assert len(chosen) == 10
+    assert len(chosen) == 11

@@ -7,7 +7,7 @@ import numpy as np
 from deepinfer.lookahead import set_out
 from deepinfer.plan import AheadResult, StepResult
 from deepinfer.planning import PlanBuilder, StepCopies
-from deepinfer.results import write_back
+from deepinfer.results import ResultWriter, committed_rows
 from deepinfer.sequence import SamplingParams, Sequence, SequenceTable
 
 
@@ -21,6 +21,10 @@ def planned(*limits):
     rows = np.arange(len(limits))
     counts = np.full(len(limits), 2, np.int32)
     return seqs, PlanBuilder(seqs).build(1, rows, seqs.gather(rows), counts, StepCopies())
+
+
+def write_back(seqs, plan, result):
+    return ResultWriter(seqs).write_back(plan, result)
 
 
 def result(*tokens):
@@ -52,6 +56,26 @@ def test_a_row_that_changed_hands_gets_nothing():
     assert commit.token_ids.tolist() == [5, 8]
     assert (seqs.num_tokens[1], seqs.num_computed_tokens[1]) == (1, 0)
     assert seqs.token_ids[2, 2] == 8
+
+
+def test_one_writer_follows_the_set_of_rows():
+    """What it looked up for one set is not used for another, nor for a part of it."""
+    seqs, plan = planned(4, 2, 4)
+    writer = ResultWriter(seqs)
+    writer.write_back(plan, result(5, 6, 7))
+
+    def step(rows, *tokens):
+        rows = np.array(rows)
+        counts = np.ones(len(rows), np.int32)
+        after = PlanBuilder(seqs).build(2, rows, seqs.gather(rows), counts, StepCopies())
+        commit = writer.write_back(after, result(*tokens))
+        return [seq.request_id for seq in commit.sequences], [why for _, why in commit.finished]
+
+    assert step([0, 1, 2], 5, 6, 7) == (["r0", "r1", "r2"], ["length"])
+    seqs.remove(seqs.at(1))
+    assert step([0, 2], 5, 9) == (["r0", "r2"], ["stop"])
+    assert step([2, 0], 3, 4) == (["r2", "r0"], ["length", "length"])
+    assert seqs.token_ids[[0, 2], 2:6].tolist() == [[5, 5, 5, 4], [7, 7, 9, 3]]
 
 
 # -- plans that look ahead -------------------------------------------------------------------------
@@ -166,3 +190,23 @@ def test_a_stale_frame_changes_no_counter_of_the_rows_new_owner():
     assert [c.tolist() for c in seqs.gather(np.array([0]))] == [c.tolist() for c in before]
     assert (seqs.num_pending_tokens[0], seqs.num_proposed_drafts[0]) == (1, 0)
     assert (seqs.num_written_tokens[0], seqs.num_proposed_drafts[1]) == (0, 1)
+
+
+def test_committed_rows_are_those_of_the_blocks_a_plan_wrote():
+    """From the first position it may have written to the last one committed, with their holders."""
+    seqs = SequenceTable(2, 20, 4)
+    for index, table in enumerate(([3, 5, 7], [2, 4, 6])):
+        seq = Sequence(f"r{index}", index, np.arange(10, dtype=np.int32), 10, SamplingParams())
+        seqs.add(seq, np.array(table, np.int32))
+    seqs.num_computed_tokens[:2] = 5
+    rows = np.arange(2)
+    counts = np.full(2, 5, np.int32)
+    plan = PlanBuilder(seqs).build(1, rows, seqs.gather(rows), counts, StepCopies())
+    write_back(seqs, plan, result(1, 1))
+    committed = committed_rows(seqs, plan)
+    assert committed.ids.tolist() == [5, 7, 4, 6]
+    assert committed.start.tolist() == [0, 0, 0, 0]
+    assert committed.end.tolist() == [4, 2, 4, 2]
+    assert committed.holders.tolist() == [0, 0, 1, 1]
+    seqs.remove(seqs.at(0))
+    assert committed_rows(seqs, plan).ids.tolist() == [4, 6]

@@ -1,4 +1,4 @@
-"""The scheduler: who runs, with which blocks, and what a result changes."""
+"""The scheduler: what arrives, what a step computes, and what a result changes."""
 
 from __future__ import annotations
 
@@ -37,20 +37,7 @@ def scheduled(w):
     return {ids[row]: count for row, count in zip(rows, counts, strict=True)}
 
 
-# -- admission -----------------------------------------------------------------------------------
-
-
-def test_a_prompt_takes_all_its_blocks_at_the_first_chunk():
-    """Chunks divide the computation, not the memory claim."""
-    w = world(max_num_batched_tokens=5)
-    w.add("a", range(9), max_tokens=2)
-    w.submit()
-    assert scheduled(w) == {"a": 5}
-    assert w.table("a") == [1, 2, 3]
-    w.collect()
-    w.submit()
-    assert scheduled(w) == {"a": 4}
-    assert w.plan.sample_seq.tolist() == [0]
+# -- arrivals ------------------------------------------------------------------------------------
 
 
 def test_decodes_go_first_and_a_chunk_takes_what_is_left():
@@ -61,42 +48,6 @@ def test_decodes_go_first_and_a_chunk_takes_what_is_left():
     w.add("b", range(12), max_tokens=2)
     w.submit()
     assert scheduled(w) == {"a": 1, "b": 5}
-
-
-def test_waiting_requests_start_in_order_of_arrival():
-    """A request that does not fit makes the later ones wait, even if they would fit."""
-    w = world(num_blocks=5)
-    assert w.add("a", range(9), max_tokens=2) is Verdict.OK
-    w.step()
-    assert w.add("b", range(8), max_tokens=2) is Verdict.LATER
-    assert w.add("c", [1], max_tokens=2) is Verdict.OK
-    w.step()
-    assert "c" not in w.running_ids()
-    assert w.scheduler.counters.num_later == 1
-    w.drain()
-    assert {reason for reason, _ in w.ended.values()} == {"length"}
-
-
-def test_max_num_seqs_limits_the_rows():
-    """The fifth of four rows waits."""
-    w = world()
-    for index in range(5):
-        w.add(f"r{index}", [index], max_tokens=2)
-    w.submit()
-    assert len(w.running_ids()) == 4
-    w.collect()
-    w.drain()
-
-
-def test_lifetime_admission_never_preempts():
-    """Whoever starts has the blocks of its longest life, so nobody is ever taken back."""
-    pressed, reserved = (world(num_blocks=9, admission=a) for a in ("prompt", "lifetime"))
-    for w in (pressed, reserved):
-        for index in range(4):
-            w.add(f"r{index}", [index, 1, 2], max_tokens=14)
-        w.drain()
-    assert pressed.scheduler.counters.num_preemptions > 0
-    assert reserved.scheduler.counters.num_preemptions == 0
 
 
 @pytest.mark.parametrize(
@@ -165,86 +116,6 @@ def test_an_id_in_use_is_refused():
     w.add("a", [2])
 
 
-# -- growth and preemption -----------------------------------------------------------------------
-
-
-def test_tables_grow_and_shrink_with_the_lookahead():
-    """Slots for guesses are reserved before the step and given back when not wanted."""
-    w = world()
-    w.add("a", [1, 2, 3], max_tokens=20)
-    w.step([1])
-    row = w.scheduler.find("a").row
-    w.scheduler.seqs.num_lookahead_slots[row] = 5
-    w.step([1])
-    assert w.table("a") == [1, 2, 3]
-    w.scheduler.seqs.num_lookahead_slots[row] = 0
-    w.step([1])
-    assert w.table("a") == [1, 2]
-    assert w.blocks.free_ids()[-1] == 3
-
-
-def test_lookahead_never_reserves_beyond_the_last_position():
-    """A guess behind the request's end needs no slot: accepted requests always fit."""
-    w = world(num_blocks=3, max_model_len=8)
-    w.add("a", [1, 2, 3], max_tokens=5)
-    w.step([1])
-    w.scheduler.seqs.num_lookahead_slots[w.scheduler.find("a").row] = 5
-    w.drain()
-    assert w.scheduler.counters.num_preemptions == 0
-
-
-def test_the_newest_gives_way_and_starts_over_with_its_tokens():
-    """Preemption throws rows away, not tokens: the victim recomputes and ends as it would have."""
-    w = world(num_blocks=5)
-    w.add("a", [1, 2, 3, 4], max_tokens=9)
-    w.add("b", [5, 6, 7, 8], max_tokens=9)
-    while not w.scheduler.counters.num_preemptions:
-        w.step()
-    assert w.running_ids() == ["a"]
-    assert w.scheduler.find("b").num_preemptions == 1
-    assert w.scheduler.counters.num_recomputed_tokens > 0
-    w.drain()
-    assert {i: (reason, len(t)) for i, (reason, t) in w.ended.items()} == {
-        "a": ("length", 13),
-        "b": ("length", 13),
-    }
-
-
-def test_most_blocks_takes_back_the_largest_table():
-    """The other plug-in picks the victim by size."""
-    w = world(num_blocks=7, preemption="most_blocks")
-    w.add("large", range(14), max_tokens=4)
-    w.step()
-    w.add("small", [1, 2, 3], max_tokens=9)
-    while not w.scheduler.counters.num_preemptions:
-        w.step()
-    assert w.running_ids() == ["small"]
-    w.drain()
-
-
-@pytest.mark.parametrize("release", ["step", "polled", "deferred"])
-def test_a_row_waits_for_withheld_blocks_instead_of_preempting(release):
-    """Blocks that come back anyway are worth one missed step, not somebody's rows; and nobody
-    who waits may take what the held-back row lacks."""
-    w = world(num_blocks=7, release=release, max_num_seqs=3, max_num_batched_tokens=20)
-    w.add("a", range(8), max_tokens=9)
-    w.add("b", range(8), max_tokens=9)
-    w.add("gone", [1, 2, 3, 4], max_tokens=4)
-    w.step([1, 1, 1])
-    w.transfer("gone", num_steps=3)
-    w.abort("gone")
-    assert (w.blocks.num_free, w.blocks.num_withheld) == (1, 1)
-    w.add("late", [1], max_tokens=1)
-    w.submit()
-    assert w.scheduler.counters.num_held_back == 1
-    assert w.scheduler.counters.num_preemptions == 0
-    assert scheduled(w) == {"a": 1}
-    assert w.running_ids() == ["a", "b"]
-    w.collect()
-    w.drain()
-    assert w.release.counters.num_refused_while_withheld > 0
-
-
 # -- forks ---------------------------------------------------------------------------------------
 
 
@@ -254,35 +125,6 @@ def parent_with(num_computed, max_tokens=12, **changes):
     w.add("p", range(num_computed), max_tokens=max_tokens)
     w.step([1])
     return w
-
-
-def test_a_fork_to_decode_shares_full_blocks_and_copies_the_tail():
-    """The decode path: the child computes one token, on its own copy of the last block."""
-    w = parent_with(10)
-    assert w.fork("p", "child") is Verdict.OK
-    w.submit()
-    assert w.table("p") == [1, 2, 3]
-    assert w.table("child") == [1, 2, 4]
-    assert w.plan.block_copies.tolist() == [[3, 4]]
-    assert scheduled(w) == {"p": 1, "child": 1}
-    assert w.blocks.ref_counts(np.array([1, 2, 3, 4])).tolist() == [2, 2, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("tail", "computed", "copies"),
-    [
-        ("always", 8, [[2, 4]]),
-        ("partial", 8, []),
-        ("always", 9, [[3, 4]]),
-        ("partial", 9, [[3, 4]]),
-    ],
-)
-def test_fork_tail_copy_decides_about_a_full_last_block(tail, computed, copies):
-    """A full block is copied only where asked for; a partial one always."""
-    w = parent_with(computed, fork_tail_copy=tail)
-    w.fork("p", "child")
-    w.submit()
-    assert w.plan.block_copies.tolist() == copies
 
 
 def test_a_fork_with_tokens_of_its_own_computes_a_prompt():
@@ -295,29 +137,6 @@ def test_a_fork_with_tokens_of_its_own_computes_a_prompt():
     assert w.table("even")[:2] == [1, 2]
     assert w.table("odd")[:1] == [1]
     assert [source for source, _ in w.plan.block_copies.tolist()] == [2]
-
-
-def test_a_parent_that_writes_a_pinned_tail_gets_its_own_copy():
-    """While the fork waits, nobody writes the block it has pinned."""
-    w = parent_with(10, max_num_seqs=1)
-    w.fork("p", "child")
-    w.submit()
-    assert w.plan.block_copies.tolist() == [[3, 4]]
-    assert w.table("p") == [1, 2, 4]
-    w.collect()
-    w.submit()
-    assert len(w.plan.block_copies) == 0
-    w.collect()
-    w.drain()
-
-
-def test_a_waiting_fork_loses_its_pins_rather_than_stop_its_parent():
-    """Pins of requests that wait give way to those that run; the fork then computes it all."""
-    w = parent_with(10, max_tokens=5, num_blocks=5, max_num_seqs=1)
-    w.fork("p", "child", max_tokens=2)
-    w.drain()
-    assert w.scheduler.counters.num_unforked == 1
-    assert w.ended["child"][0] == "length"
 
 
 def test_a_fork_outlives_its_parent():
@@ -363,15 +182,6 @@ def test_only_a_running_request_can_be_forked():
         w.fork("a", "child")
     with pytest.raises(UnknownRequestError):
         w.fork("nobody", "child")
-
-
-def test_the_verdict_on_a_fork_counts_the_copy_of_its_tail():
-    """OK means that the blocks it will ask for are free: shared ones not, the tail's copy yes."""
-    w = parent_with(10, max_tokens=5, num_blocks=5)
-    assert w.fork("p", "one") is Verdict.OK
-    w.step()
-    assert w.table("one") == [1, 2, 4]
-    assert w.fork("p", "two") is Verdict.LATER
 
 
 def test_a_fork_of_an_uncomputed_parent_shares_nothing():

@@ -63,7 +63,9 @@ class Log(Observer):
             self._lines.append("copy: event")
             self._copied.add(event)
 
-    def giving_up(self, table: BlockIds, step: int | None, owner: str, path: str) -> None:
+    def giving_up(
+        self, table: BlockIds, step: int | None, owner: str, path: str, event: object = None
+    ) -> None:
         self._lines.append(f"{owner} gives up {len(table)} ({path}) behind step {step}")
 
     def release_point(self) -> None:

@@ -198,6 +198,15 @@ class HybridCache:
         if self.tags is not None:
             self.tags.copy_states(sources, destinations)
 
+    def block_parts(self) -> list[Tensor]:
+        """All that a block has: tensors [num_blocks, ...], tags among them."""
+        rows = [self.paged(kind, layer) for kind, layer in self._paged]
+        return rows if self.tags is None else [*rows, *self.tags.block_parts()]
+
+    def slot_parts(self) -> list[Tensor]:
+        """All that a state slot has: tensors [num_slots, ...], tags among them."""
+        return [self._slots] if self.tags is None else [self._slots, *self.tags.slot_parts()]
+
     def erase(self, position: int, block_id: int, slot: int) -> None:
         """Zero what the token at `position` left behind: its row of each ring, the rows it closed.
 

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer.models.hybrid.geometry import IDS, OPEN, STREAMS
 from deepinfer.models.hybrid.layer_plan import Compressor
 
 Ints = NDArray[np.integer[Any]]
@@ -41,6 +42,8 @@ class Lookback:
         old: int64 [k], which of the n an earlier step had, or None if none; they are in row
             `old_rows` of state slot `old_slots`, int64 [k].
         missing: int64 [m], which of the n lie before the start of their sequence; None if none.
+        old_seqs, old_positions: of the k, on the host's side: indices into the step's sequences,
+            and where in these.
     """
 
     tokens: Tensor
@@ -48,6 +51,8 @@ class Lookback:
     old_slots: Tensor | None
     old_rows: Tensor | None
     missing: Tensor | None
+    old_seqs: Ints
+    old_positions: Ints
 
     def gather(self, new: Tensor, kept: Tensor) -> Tensor:
         """The n values, [n, width]; missing ones are any.
@@ -66,12 +71,17 @@ class Lookback:
 class Kept:
     """The last tokens of each sequence: `tokens` of the step go to `rows` of state slots `slots`.
 
-    All int64 [k].
+    All int64 [k], `tokens` a slice if it can be one; `num_rows` are in each slot.
     """
 
-    tokens: Tensor
+    tokens: slice | Tensor
     slots: Tensor
     rows: Tensor
+    num_rows: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """[k, ...] of `x` [T, ...], which may be a view."""
+        return x[self.tokens] if isinstance(self.tokens, slice) else x.index_select(0, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +111,20 @@ class RowsOf:
     Attributes:
         num_rows: L, the most that any query sees, > 0.
         blocks: int64 [n, b], the blocks that hold them, in order of rows.
-        rows_per_block: rows of each of these.
+        places: int64 [n, at least L], where each row is stored: block * rows_per_block + row.
         visible: int64 [n, q], rows each query sees.
         hidden: bool [n, q, 1, L], True where a row is not visible to a query.
     """
 
     num_rows: int
     blocks: Tensor
-    rows_per_block: int
+    places: Tensor
     visible: Tensor
     hidden: Tensor
 
-    def places(self, rows: Tensor) -> Tensor:
-        """block * rows_per_block + row of compressed rows [n, ...]; those < 0 read row 0."""
-        rows = rows.clamp(min=0)
-        blocks = self.blocks.gather(1, (rows // self.rows_per_block).flatten(1)).view(rows.shape)
-        return blocks * self.rows_per_block + rows % self.rows_per_block
+    def places_of(self, rows: Tensor) -> Tensor:
+        """Where compressed rows, int64 [n, ...], are stored; those < 0 read row 0."""
+        return self.places.gather(1, rows.clamp(min=0).flatten(1)).view(rows.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,3 +228,11 @@ class StepLayout:
     tags: list[RingTags] = field(default_factory=list)
     found_tags: list[Tensor] = field(default_factory=list)
     rows_read: list[RowsRead] = field(default_factory=list)
+
+    @property
+    def looked_back(self) -> list[tuple[str, Lookback, Kept]]:
+        """What lies in state slots beside the rings: by kind of region what the step reads of
+        earlier steps, and what of its own it then leaves there."""
+        parts = [(OPEN, closing.members, closing.kept) for closing in self.closings.values()]
+        parts += [(IDS, self.ids, self.kept_ids), (STREAMS, self.streams, self.kept_streams)]
+        return [(kind, back, kept) for kind, back, kept in parts if back and kept]

@@ -99,7 +99,12 @@ class Layouts:
         tokens = self._kept_tokens(plan, num_rows)
         slots = plan.state_ids.repeat(plan.num_scheduled)[tokens]
         rows = plan.positions[tokens] % num_rows
-        return Kept(self._upload(tokens), self._upload(slots), self._upload(rows))
+        return Kept(
+            _as_slice(tokens) or self._upload(tokens),
+            self._upload(slots),
+            self._upload(rows),
+            num_rows,
+        )
 
     def _kept_tokens(self, plan: StepPlan, num_rows: int) -> Ints:
         last = plan.context_lens.repeat(plan.num_scheduled) - num_rows
@@ -113,13 +118,15 @@ class Layouts:
         tokens[is_old] = 0
         old = np.flatnonzero(is_old & (positions >= 0))
         missing = np.flatnonzero(positions < 0)
-        some = len(old) > 0
+        some, old_seqs, old_positions = len(old) > 0, seqs[old], positions[old]
         return Lookback(
             self._upload(tokens),
             self._upload(old) if some else None,
-            self._upload(plan.state_ids[seqs[old]]) if some else None,
-            self._upload(positions[old] % num_rows) if some else None,
+            self._upload(plan.state_ids[old_seqs]) if some else None,
+            self._upload(old_positions % num_rows) if some else None,
             self._upload(missing) if len(missing) else None,
+            old_seqs,
+            old_positions,
         )
 
     def _closing(self, plan: StepPlan, compressor: Compressor, num_rows: int) -> Closing:
@@ -161,9 +168,7 @@ class Layouts:
                         layout.tiles.append(tile)
             if before:
                 window = layout.window
-                self._cache.write_tags(
-                    window.slots, window.rows, layout.positions.index_select(0, window.tokens)
-                )
+                self._cache.write_tags(window.slots, window.rows, window.of(layout.positions))
 
     def _groups(self, plan: StepPlan) -> list[tuple[Ints, int]]:
         """Sequences with the same number of tokens, the longest first, within `MAX_POSITIONS`."""
@@ -260,14 +265,14 @@ class Layouts:
             num_blocks = -(-num_rows // per_block)
             columns = np.arange(num_blocks) * stride + stride - 1
             blocks = plan.block_tables[seqs][:, columns]
-            visible_rows = self._upload(visible)
-            row = torch.arange(num_rows, device=visible_rows.device)
+            held_by, visible_rows = self._upload(blocks), self._upload(visible)
+            row = torch.arange(num_blocks * per_block, device=held_by.device)
             rows[ratio] = RowsOf(
                 num_rows,
-                self._upload(blocks),
-                per_block,
+                held_by,
+                (held_by[:, :, None] * per_block + row[:per_block]).flatten(1),
                 visible_rows,
-                (row >= visible_rows[..., None])[:, :, None],
+                (row[:num_rows] >= visible_rows[..., None])[:, :, None],
             )
         return rows
 

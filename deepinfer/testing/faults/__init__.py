@@ -11,7 +11,8 @@ from deepinfer.testing.faults.planned import PLANNED
 from deepinfer.testing.faults.plant import Fault, FaultList
 from deepinfer.testing.faults.queued import QUEUED
 from deepinfer.testing.faults.slots import SLOTS
+from deepinfer.testing.faults.told import TOLD
 
-FAULTS = FaultList({**OWNERSHIP, **PLANNED, **QUEUED, **COMPUTED, **SLOTS, **AHEAD})
+FAULTS = FaultList({**OWNERSHIP, **PLANNED, **QUEUED, **COMPUTED, **SLOTS, **AHEAD, **TOLD})
 
 __all__ = ["ENGINE", "FAULTS", "MAX_STEPS", "Fault", "Outcome", "run_trial"]

@@ -64,6 +64,18 @@ def ring_without_room_for_drafts(engine: LLMEngine) -> None:
     engine.worker.runner = make_runner(short, engine.config, weights, engine.device, tags=True)
 
 
+# Steps in flight write at least as far as the rejected drafts did, so there are none here.
+@AHEAD.add("none public (I6)", num_state_slots=FEW, drafts=LOOKS_AHEAD["drafts"])
+def state_overwritten_by_rejected_drafts(engine: LLMEngine) -> None:
+    """A fork starts from a state of which rejected drafts have overwritten what it still needs."""
+    seqs = engine.scheduler.seqs
+
+    def state_end(inner: Call, row: int) -> int:
+        return int(seqs.num_computed_tokens[row] + seqs.num_in_flight_tokens[row])
+
+    around(seqs, "state_end", state_end)
+
+
 @AHEAD.add("none public (I3)", **LOOKS_AHEAD)
 def shrunk_under_a_step_in_flight(engine: LLMEngine) -> None:
     """At a commit a table is cut to what its known tokens need, and the rest is free at once."""

@@ -34,12 +34,14 @@ class Outcome:
             something.
         messages: the same, what it was.
         tokens: what each request that has finished said.
+        told: by step, what its record showed when it could last be read.
     """
 
     num_steps: int
     first: dict[str, int]
     messages: dict[str, str]
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    told: dict[int, tuple[list[str], list[int]]] = field(default_factory=dict)
 
 
 @cache
@@ -121,4 +123,4 @@ def _drive(
     for finding in engine.findings.first:
         first.setdefault(finding.check, finding.step)
         messages.setdefault(finding.check, finding.message)
-    return Outcome(num_steps, first, messages, scenario.tokens)
+    return Outcome(num_steps, first, messages, scenario.tokens, scenario.told)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from deepinfer.block_manager import BlockIds, Verdict
-from deepinfer.engine import FORK_SOURCE, LLMEngine
+from deepinfer.engine import LLMEngine
+from deepinfer.fork_sources import FORK_SOURCE
 from deepinfer.plan import StepPlan
 from deepinfer.release import Fence
 from deepinfer.sequence import Sequence

@@ -45,7 +45,7 @@ def table_one_short(engine: LLMEngine) -> None:
     def gather(inner: Call, rows: Rows) -> RowCounters:
         return _OneShort(*inner(rows))
 
-    around(engine.scheduler, "_gather", gather)
+    around(engine.scheduler._fitting, "gather", gather)
 
 
 @PLANNED.add("vllm#16370")
@@ -57,7 +57,7 @@ def reservation_rounded_down(engine: LLMEngine) -> None:
         begins_one = seq.num_tokens % engine.config.block_size > 0
         return count - 1 if begins_one and count > 1 and not len(seq.forked_table) else count
 
-    around(engine.scheduler, "_reservation", reservation)
+    around(engine.scheduler._admission, "_reservation", reservation)
 
 
 @PLANNED.add("lmdeploy#4569")
@@ -133,7 +133,7 @@ def partial_tail_shared(engine: LLMEngine) -> None:
     def split(inner: Call, seq: Sequence) -> ForkSplit:
         return ForkSplit(seq.forked_table, NO_BLOCKS, False)
 
-    around(engine.scheduler, "_split", split)
+    around(engine.scheduler._admission, "_split", split)
     _never_copy_on_write(engine)
 
 
@@ -229,7 +229,7 @@ def _never_copy_on_write(engine: LLMEngine) -> None:
     def copy_on_write(inner: Call, rows: Rows, counters: RowCounters) -> NDArray[np.bool_]:
         return np.zeros(len(rows), bool)
 
-    around(engine.scheduler, "_copy_on_write", copy_on_write)
+    around(engine.scheduler._fitting, "copy_on_write", copy_on_write)
 
 
 def _pad_steps(engine: LLMEngine, slot: int) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 
 from deepinfer.block_manager import BlockIds
 from deepinfer.device.base import COMPUTE, Event
-from deepinfer.engine import FORK_SOURCE, LLMEngine
+from deepinfer.engine import LLMEngine
+from deepinfer.fork_sources import FORK_SOURCE
 from deepinfer.observer import RECORD, STAGING, Access
 from deepinfer.plan import StepPlan, StepResult
 from deepinfer.release import Fence

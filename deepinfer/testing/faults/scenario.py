@@ -19,8 +19,9 @@ import numpy as np
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.engine import LLMEngine
-from deepinfer.errors import DeepInferError, UnknownRequestError
+from deepinfer.errors import DeepInferError, StaleRecordError, UnknownRequestError
 from deepinfer.models.hybrid.layer_plan import V4, Compressor, HybridConfig, Layer
+from deepinfer.outputs import StepOutput
 from deepinfer.sequence import SamplingParams
 from deepinfer.testing.transfers import Transfers
 
@@ -100,6 +101,7 @@ class Scenario:
 
     Attributes:
         tokens: what each request that has finished said.
+        told: by step, what its record showed when it could last be read.
     """
 
     def __init__(
@@ -116,6 +118,8 @@ class Scenario:
         self._rng = np.random.default_rng(seed)
         self._odds = odds or Odds()
         self.tokens: dict[str, list[int]] = {}
+        self.told: dict[int, tuple[list[str], list[int]]] = {}
+        self._outputs: list[StepOutput] = []  # whose records may be readable still
         self._num_names = 0
         self._ended: deque[str] = deque(maxlen=2)
 
@@ -132,8 +136,10 @@ class Scenario:
             with suppress(UnknownRequestError):
                 engine.abort(self._ended.pop())
         self._transfer()
+        self._read()
         if not self._submit():
             return
+        self._read()
         self._progress()
         self._transfer()
         if rng.random() < odds.abort_in_flight:
@@ -141,6 +147,8 @@ class Scenario:
         self._progress()
         self._transfer()
         output = engine.collect()
+        self._outputs.append(output)
+        self._read()
         self._ended += [ended.request_id for ended in output.finished]
         self.tokens |= {ended.request_id: ended.token_ids.tolist() for ended in output.finished}
 
@@ -213,6 +221,15 @@ class Scenario:
         elif rng.random() < self._odds.load and len(held) < MAX_LOADS:
             self._transfers.load_in(self._new_id("load"), int(rng.integers(1, 9)))
         self._transfers.tidy()
+
+    def _read(self) -> None:
+        """Read every record that can be read, as a caller who keeps outputs as long as may be."""
+        outputs, self._outputs = self._outputs, []
+        for output in outputs:
+            with suppress(StaleRecordError):
+                shown = output.request_ids, output.token_ids.tolist()
+                self.told[output.stats.step] = shown
+                self._outputs.append(output)
 
     def _progress(self) -> None:
         """Let the device run some operations, in any order that streams and events allow."""

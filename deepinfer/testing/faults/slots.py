@@ -10,9 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from deepinfer.device.base import Event
 from deepinfer.engine import LLMEngine
-from deepinfer.plan import StepPlan
+from deepinfer.models.hybrid.cache import HybridCache
+from deepinfer.models.hybrid.geometry import OPEN, OPEN_INDEX
+from deepinfer.plan import Int32, StepPlan
 from deepinfer.release import Fence
 from deepinfer.sequence import Sequence
 from deepinfer.state_slots import StateSlots
@@ -20,6 +24,7 @@ from deepinfer.testing.faults.plant import FaultList, around
 
 SLOTS = FaultList()
 FEW = 7  # slots of the pool: as many to hand out as requests may run
+GROUPS = OPEN, OPEN_INDEX
 Call = Callable[..., Any]
 
 
@@ -70,6 +75,28 @@ def state_gone_on_too_far(engine: LLMEngine) -> None:
     """A fork of a short prefix starts from a state whose window has moved on since."""
     states = _states(engine)
     around(states, "can_fork", lambda inner, num_written, num_computed: states.has_room())
+
+
+@SLOTS.add("none public (I10)", num_state_slots=FEW)
+def open_group_of_the_last_owner(engine: LLMEngine) -> None:
+    """A fork's slot has the rings of its parent, and open groups of whoever had the slot before."""
+    cache = engine.cache
+    assert isinstance(cache, HybridCache), "planted in a model that has open groups"
+    groups = [
+        cache.region(part.kind, part.layer) for part in cache.geometry.slot if part.kind in GROUPS
+    ]
+    if cache.tags is not None:  # they lie beside the rows, and are copied with them
+        groups += [tags for (kind, _), tags in cache.tags.beside.items() if kind in GROUPS]
+
+    @torch.inference_mode()
+    def copy_states(inner: Call, pairs: Int32) -> None:
+        slots = torch.from_numpy(pairs[:, 1]).long()
+        before = [group[slots] for group in groups]
+        inner(pairs)
+        for group, rows in zip(groups, before, strict=True):
+            group[slots] = rows
+
+    around(engine.worker.runner, "copy_states", copy_states)
 
 
 def _states(engine: LLMEngine) -> StateSlots:

@@ -30,12 +30,13 @@ from typing import Any
 
 from deepinfer.config import EngineConfig
 from deepinfer.errors import UserError, nearest_hint
-from deepinfer.observer import RECORD, STAGING
+from deepinfer.observer import BUFFER, RECORD, STAGING
 from deepinfer.testing.oplog.operations import (
     OPERATIONS,
     STATES,
     Allocate,
     Blocks,
+    Commit,
     Copy,
     Host,
     Operation,
@@ -80,7 +81,7 @@ def show_touched(touched: Touched) -> str:
     return " ".join(parts)
 
 
-_PART = re.compile(rf"a(\d+)(?:-a(\d+)|\[(\d+):(\d+)\])?|({STAGING}|{RECORD}):(\d+)")
+_PART = re.compile(rf"a(\d+)(?:-a(\d+)|\[(\d+):(\d+)\])?|({STAGING}|{RECORD}|{BUFFER}):(\d+)")
 
 
 @lru_cache(maxsize=1 << 16)
@@ -155,12 +156,14 @@ _WRITE: dict[str, Callable[[Any], Any]] = {
     "sources": show_blocks,
     "reads": show_touched,
     "writes": show_touched,
+    "rows": show_touched,
 }
 _READ: dict[str, Callable[[Any], Any]] = {
     "blocks": read_blocks,
     "sources": read_blocks,
     "reads": read_touched,
     "writes": read_touched,
+    "rows": read_touched,
     "ids": _read_ids,
     "takers": _read_takers,
     "reuses": _typed(dict),
@@ -315,6 +318,10 @@ class _Names:
         if isinstance(operation, Submit | Host):
             touched = (*operation.reads, *operation.writes)
             named = tuple(part[0] for part in touched if len(part) == 3)
+        if isinstance(operation, Commit):
+            named = tuple(part[0] for part in operation.rows if len(part) == 3)
+            if len(named) < len(operation.rows) or not self._slots.isdisjoint(named):
+                raise ValueError("commit: rows are of blocks")
         highest = max(named, default=0)
         if highest > self._num_names:
             raise ValueError(f"{operation.op}: block a{highest} was not allocated before")

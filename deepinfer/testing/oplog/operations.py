@@ -54,7 +54,8 @@ class Release:
     """A table, or part of one, given up. With a `step` it has a fence:
 
     `event` is the fence, or, with `stream`, all that is queued on that stream is; `event` is then
-    the one the recorded policy took for it, if it took one.
+    the one the recorded policy took for it, if it took one. An `event` without a step is a fence of
+    a transfer, which passes with no step's result.
     """
 
     op: ClassVar[str] = "release"
@@ -156,6 +157,14 @@ class ReleasePoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Commit:
+    """Rows are committed: no step in flight that may write them does."""
+
+    op: ClassVar[str] = "commit"
+    rows: Touched
+
+
+@dataclass(frozen=True, slots=True)
 class Collected:
     """The result of a step reached the host."""
 
@@ -173,12 +182,12 @@ class Flush:
 
 Operation = (
     Allocate | Pin | Release | Submit | Copy | Record | Wait | Query | Synchronize | Recycle | Host
-) | (ReleasePoint | Collected | Flush)
+) | (ReleasePoint | Collected | Commit | Flush)
 OPERATIONS: dict[str, type[Operation]] = {
     kind.op: kind
     for kind in (
         *(Allocate, Pin, Release, Submit, Copy, Record, Wait, Query, Synchronize, Recycle, Host),
-        *(ReleasePoint, Collected, Flush),
+        *(ReleasePoint, Collected, Commit, Flush),
     )
 }
 

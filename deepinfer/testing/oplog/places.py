@@ -20,12 +20,14 @@ class Places:
         names: int64 [size + 1], of what is at each place; 0 where nothing is, as at the last one,
             which is no place.
         previous: who gave up a place, behind which step.
+        fences: by place the event behind which it was given up last; empty without one.
     """
 
     def __init__(self, pool: str, size: int) -> None:
         self.pool = pool
         self.names = np.zeros(size + 1, np.int64)
         self.previous: dict[int, tuple[str, int | None]] = {}
+        self.fences: dict[int, str] = {}
 
     def named(self, places: BlockIds | Ints) -> Blocks:
         """The names of what is at these places."""

@@ -3,7 +3,8 @@
 What the engine did is told from what its release policy made of it by the calls beside it: a look
 at an event is always the policy's, a host wait is the engine's if the host reads a result next, a
 wait of a stream is the engine's if it follows the record of its event or precedes a submit on its
-stream, and an event is the policy's if a fork source is given up right behind its record.
+stream, and an event is the policy's if a fork source is given up right behind its record. A client
+beside the engine has streams of its own: there a wait is the policy's if new blocks ask for it.
 
 Knows the calls of `deepinfer.observer`; decides nothing. Invariant: the file always ends with whole
 lines up to the last step collected, whatever ends the process.
@@ -15,13 +16,16 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 import numpy as np
 
 from deepinfer.config import EngineConfig
+from deepinfer.device.base import COMPUTE, Event
+from deepinfer.device.wrapper import inner_event
 from deepinfer.errors import UserError
 from deepinfer.observer import KV, STATE, Access, BlockIds, Ints, Observer
+from deepinfer.release import NO_STEP
 from deepinfer.sizing import num_state_slots
 from deepinfer.testing.oplog.log import END, encode, header, step_written
 from deepinfer.testing.oplog.operations import (
@@ -29,6 +33,7 @@ from deepinfer.testing.oplog.operations import (
     STATES,
     Allocate,
     Collected,
+    Commit,
     Copy,
     Flush,
     Host,
@@ -76,6 +81,8 @@ class OperationRecorder(Observer):
         self._events: dict[int, str] = {}
         self._num_events = 0
         self._of_policy: set[str] = set()  # names of events
+        self._seen_passed: set[str] = set()  # of events that only looks and policies know about
+        self._fences: set[str] = set()  # of the places that were handed out last
         self._fork_fence = 0, ""  # the last step that took an event for its fork sources
         self._ending: dict[str, int] = {}  # by stream: the step whose end is recorded next
         self._ends: dict[int, str] = {}
@@ -114,6 +121,7 @@ class OperationRecorder(Observer):
         places = [int(i) for i in ids]
         if not places:
             return
+        self._fences = {pool.fences[place] for place in places if place in pool.fences}
         names = tuple(range(self._num_names + 1, self._num_names + 1 + len(places)))
         reuses = {
             f"a{name}": self._described(pool.previous[place])
@@ -125,7 +133,9 @@ class OperationRecorder(Observer):
         self._allocated = Allocate(names, tuple(places), (), reuses, pool.pool)
 
     def took(self, owner: str, ids: BlockIds, path: str) -> None:
-        """One taker of the last allocation."""
+        """One taker of the last allocation, or who pinned."""
+        if isinstance(self._held, Pin):
+            self._held = replace(self._held, owner=owner)
         if self._allocated is None or not len(ids):
             return
         takers = (*self._allocated.takers, (owner, path, len(ids)))
@@ -150,6 +160,7 @@ class OperationRecorder(Observer):
         step: int | None,
         owner: str,
         path: str,
+        fence: object | None = None,
         pool: Places | None = None,
     ) -> None:
         """A release; the fence of a fork source is the stream it was queued on."""
@@ -161,14 +172,17 @@ class OperationRecorder(Observer):
                 self._held = replace(self._held, by=POLICY)
                 self._fork_fence = step, self._held.event
             stream, event = COPY, self._fork_fence[1] if self._fork_fence[0] == step else ""
+        elif step == NO_STEP:
+            event = self._event(id(inner_event(cast(Event, fence)))) if fence else ""
+            step = None
         elif step is not None:
             event = self._ends.get(step, "")
         self._begin()
         self._add(Release(pool.named(table), owner, path, step, event, stream))
-        for place in table:
-            name = pool.names[int(place)]
-            pool.previous[int(place)] = (f"a{name} of {owner}, {path}", step)
-        self._policy_acts = step is not None
+        for place in map(int, table):
+            pool.previous[place] = (f"a{pool.names[place]} of {owner}, {path}", step)
+            pool.fences[place] = event
+        self._policy_acts = step is not None or event != ""
 
     # -- moments of a step -----------------------------------------------------------------------
 
@@ -184,6 +198,13 @@ class OperationRecorder(Observer):
         self._add(Collected(step))
         self._last_collected = step
         self._write_out()
+
+    def committed(self, rows: Access) -> None:
+        """As it is."""
+        self._begin()
+        touched = self._touched([rows])
+        if touched:
+            self._add(Commit(touched))
 
     def slots_release_point(self) -> None:
         """The queue of slots has its own right behind the blocks': still the policy's turn."""
@@ -228,18 +249,25 @@ class OperationRecorder(Observer):
             self._add(record)
 
     def waited(self, stream: str, event: int) -> None:
-        """The engine's right behind the event's record; otherwise the next call tells."""
+        """The engine's right behind the event's record; otherwise the next call tells.
+
+        A client's stream that waits for who had its blocks does so for the policy.
+        """
         wait = Wait(stream, self._event(event))
         held = self._held
         self._begin()
         if isinstance(held, Record) and held.event == wait.event:
             self._add(wait)
+        elif stream not in (COPY, COMPUTE) and wait.event in self._fences:
+            self._add(replace(wait, by=POLICY))
         else:
             self._held = replace(wait, by=POLICY)
 
     def queried(self, event: int, passed: bool) -> None:
         """Only policies look."""
         query = Query(self._event(event), passed, by=POLICY)
+        if passed:
+            self._seen_passed.add(query.event)
         if self._allocated is not None:
             self._behind_allocation.append(query)
         else:
@@ -251,13 +279,21 @@ class OperationRecorder(Observer):
         self._settle()
         if event is None:
             self._add(Synchronize())
+            self._seen_passed.clear()
         else:
             self._held = Synchronize(self._event(event), by=POLICY)
+            self._seen_passed.add(self._held.event)
 
     def recycled(self, event: int) -> None:
-        """The end of a name."""
+        """The end of a name.
+
+        Who recycles an event that was seen to pass goes on from there, so a replay waits for it.
+        """
         self._begin()
         name = self._event(event)
+        if name in self._seen_passed and name not in self._of_policy:
+            self._add(Synchronize(name))
+        self._seen_passed.discard(name)
         del self._events[event]
         self._ends = {step: end for step, end in self._ends.items() if end != name}
         self._add(Recycle(name, by=POLICY if name in self._of_policy else ""))
@@ -267,6 +303,7 @@ class OperationRecorder(Observer):
         """Reads a result, if the host waited for it just before."""
         if isinstance(self._held, Synchronize):
             self._held = replace(self._held, by="")
+            self._seen_passed.discard(self._held.event)
         self._begin()
         self._add(Host(label, self._touched(reads), self._touched(writes)))
 
@@ -376,8 +413,15 @@ class _SlotRecorder(Observer):
     def forked(self, owner: str, parent: str, ids: BlockIds) -> None:
         self._recorder.forked(owner, parent, ids)
 
-    def giving_up(self, table: BlockIds, step: int | None, owner: str, path: str) -> None:
-        self._recorder.giving_up(table, step, owner, path, self._slots)
+    def giving_up(
+        self,
+        table: BlockIds,
+        step: int | None,
+        owner: str,
+        path: str,
+        event: object | None = None,
+    ) -> None:
+        self._recorder.giving_up(table, step, owner, path, event, self._slots)
 
     def release_point(self) -> None:
         self._recorder.slots_release_point()

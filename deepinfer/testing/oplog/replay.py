@@ -30,13 +30,14 @@ from deepinfer.device.wrapper import inner_event
 from deepinfer.errors import DeepInferError, listed
 from deepinfer.names import UNSAFE_POLICIES
 from deepinfer.observer import Observer
-from deepinfer.release import Fence
+from deepinfer.release import NO_STEP, Fence
 from deepinfer.sizing import num_state_slots
 from deepinfer.testing.oplog.figures import RANDOM, RECORDED, Figures, Progress
 from deepinfer.testing.oplog.memory import ReplayMemory
 from deepinfer.testing.oplog.operations import (
     Allocate,
     Collected,
+    Commit,
     Copy,
     Flush,
     Host,
@@ -123,6 +124,7 @@ class Replay:
         self._events: dict[str, Event] = {}
         self._fences: dict[str, Fence] = {}  # by the event at a step's end
         self._eventless: list[Fence] = []
+        self._transfers: dict[str, Fence] = {}  # those behind no step, by their events
         self._copy_fence: Fence | None = None  # of the step being queued
         self._copy_events: list[tuple[Release, Event]] = []
         self._stream_waits: list[Fence] = []
@@ -141,6 +143,7 @@ class Replay:
             Host: self._host,
             ReleasePoint: self._release_point,
             Collected: self._collected,
+            Commit: self._commit,
             Flush: lambda op: self._flush(),
         }
 
@@ -243,6 +246,10 @@ class Replay:
                 fence.passed = True
                 pool.num_waits += 1
         if open_steps:
+            for fence in self._transfers.values():
+                if not fence.passed:
+                    fence.wait()
+                    pool.num_waits += 1
             pool.queue.lift_passed()
         else:
             pool.queue.flush()
@@ -250,13 +257,16 @@ class Replay:
     def _pin(self, op: Pin) -> None:
         pool, places = self._pool(op.blocks), self._memory.places(op.blocks)
         pool.pin(places)
-        if pool.observer is not None:
+        if pool.observer is not None and op.owner:
             pool.observer.forked(op.owner, op.parent, places)
 
     def _release(self, op: Release) -> None:
         pool, places = self._pool(op.blocks), self._memory.places(op.blocks)
         give_up = partial(pool.queue.give_up, owner=op.owner, path=op.path)
-        if op.step is None:
+        if op.step is None and op.event:
+            event = cast(Any, self._event(op.event))
+            give_up(places, self._transfers.setdefault(op.event, Fence(NO_STEP, event)))
+        elif op.step is None:
             give_up(places)
         elif op.stream and self.config.fence == "block":
             for place in pool.blocks.in_free_order(places):
@@ -317,9 +327,13 @@ class Replay:
             self.device.synchronize()
 
     def _recycle(self, op: Recycle) -> None:
-        if op.event in self._events:
-            self.device.recycle(self._events.pop(op.event))
-            self._fences.pop(op.event, None)
+        if op.event not in self._events:
+            return
+        transfer = self._transfers.pop(op.event, None)
+        if transfer is not None:
+            transfer.wait()  # whoever recycles it knows that it has passed
+        self.device.recycle(self._events.pop(op.event))
+        self._fences.pop(op.event, None)
 
     def _host(self, op: Host) -> None:
         if self._observer is not None:
@@ -358,6 +372,11 @@ class Replay:
     def _flush(self) -> None:
         for pool in self._pools:
             pool.queue.flush()
+
+    def _commit(self, op: Commit) -> None:
+        if self._observer is not None:
+            for rows in self._memory.accesses(op.rows):
+                self._observer.committed(rows)
 
     def _collected(self, op: Collected) -> None:
         for fence in (*self._fences.values(), *self._stream_waits):

@@ -147,3 +147,21 @@ def test_ctrl_c_keeps_what_was_measured_and_says_so(here: Path) -> None:
     assert samples.end.status == "interrupted"
     assert samples.rounds
     assert all(record.warmup for record in samples.rounds)
+
+
+def test_planted_delays_are_an_axis_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """A row each; what is late is waited for, and the answers are right."""
+    assert compare("-a", "delay=none,copy=20ms", "-r", 2, "--format", "json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [row["delay"] for row in shown["rows"]] == ["none", "copy=20ms"]
+    assert all(row["wrong_requests"] == 0 for row in shown["rows"])
+    (first, second) = (row["tok_per_s"] for row in shown["rows"])
+    assert second < first
+    assert not any("delays planted" in note for note in shown["notes"])
+
+
+def test_a_delay_for_all_cells_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    """Times with planted delays are no machine's."""
+    assert compare("--release", "step,polled", "--delay", "copy=1ms", "-r", 1) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "delays planted before every operation: copy=1ms" in shown

@@ -87,3 +87,10 @@ def test_a_trace_workload_names_its_format(write, capsys):
     assert capsys.readouterr().out == (
         f"{path}: valid workload, replays a trace in mooncake format\n"
     )
+
+
+def test_later_turns_are_counted(write, capsys):
+    """Requests that come back are not more requests."""
+    path = write(WORKLOAD.replace("}", ", turns: {count: 4, prompt_tokens: 2}}"))
+    assert main(["validate", path]) == 0
+    assert "valid workload, 2 requests, 6 later turns" in capsys.readouterr().out

@@ -216,6 +216,14 @@ class Stage:
         """The running requests, by admission."""
         return [seq.request_id for seq in self.engine.scheduler.running]
 
+    def state_of(self, request_id: str) -> str:
+        """Whether a live request is waiting, loading or running."""
+        scheduler = self.engine.scheduler
+        if scheduler.find(request_id).row < 0:
+            return "waiting"
+        loading = any(load.seq.request_id == request_id for load in scheduler._held.loading)
+        return "loading" if loading else "running"
+
     @property
     def live(self) -> list[str]:
         """All requests that have not ended."""
@@ -307,6 +315,10 @@ class Stage:
             assert pool.num_free == pool.num_usable, f"{name} are lost"
             assert (pool.num_withheld, queue.num_entries) == (0, 0), f"{name} are withheld"
             pool.check_integrity()
+        if engine.store is not None:
+            engine.store.check_integrity()
+            assert not engine.store.host.handles
+            assert not engine.transfers.any_open
         for counter in AHEAD_COUNTERS:
             assert not getattr(seqs, counter).any(), counter
         assert not seqs.block_tables.any()

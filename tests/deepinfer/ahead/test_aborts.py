@@ -13,7 +13,15 @@ import pytest
 
 from deepinfer.config import EngineConfig
 from deepinfer.drafters.acceptance import Acceptance
-from deepinfer.names import ADMISSIONS, DISCIPLINES, FENCES, PREEMPTIONS, RELEASE_POLICIES
+from deepinfer.names import (
+    ADMISSIONS,
+    DISCIPLINES,
+    FENCES,
+    LOAD_STREAMS,
+    PREEMPTIONS,
+    RELEASE_POLICIES,
+)
+from deepinfer.store import keys
 from tests.deepinfer.ahead.scenes import Stage, prompt_of, sampled
 
 RUNS = int(os.environ.get("DEEPINFER_ABORT_RUNS", "60"))
@@ -28,19 +36,23 @@ def stage_of(rng: np.random.Generator) -> Stage:
     family = str(rng.choice(["qwen3", "v4", "v41"], p=[0.7, 0.15, 0.15]))
     size = int(rng.choice([1, 2, 4])) if family == "qwen3" else 4
     longest = -(-LONGEST // size)
+    release = str(rng.choice(RELEASE_POLICIES))
+    store_bytes = int(rng.choice([0, 6000, 1 << 20]))
     config = EngineConfig(
         block_size=size,
         num_blocks=longest + 1 + int(rng.integers(1 + longest // 2)),
         max_num_seqs=int(rng.integers(1, 5)),
         max_num_batched_tokens=int(rng.choice([5, 9, 30])),
         max_model_len=LONGEST,
-        release=str(rng.choice(RELEASE_POLICIES)),
+        release=release,
         discipline=str(rng.choice(DISCIPLINES)),
         fence=str(rng.choice(FENCES)),
         admission=str(rng.choice(ADMISSIONS, p=[0.8, 0.2])),
         preemption=str(rng.choice(PREEMPTIONS)),
         overlap=str(rng.choice(["off", "on", "2", "2"])),
         drafts=int(rng.choice([0, 1, 3, 5, 5])),
+        store_bytes=0 if release == "early" else store_bytes,  # which a load makes wrong
+        load_stream=str(rng.choice(LOAD_STREAMS)),
         checks="all",
     )
     right = float(rng.choice([0, 0.3, 0.7, 1]))
@@ -70,9 +82,15 @@ def act(stage: Stage, rng: np.random.Generator, number: int) -> None:
             SEEN["forks"] += 1
     elif kind == "abort" and stage.live:
         victim = stage.live[int(rng.integers(len(stage.live)))]
-        SEEN["running aborted" if victim in stage.running else "waiting aborted"] += 1
+        SEEN[f"{stage.state_of(victim)} aborted"] += 1
         SEEN[f"{in_flight} in flight"] += 1
         stage.abort(victim)
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    """What is kept in a store ends every 4 tokens, so that short prompts have some of it."""
+    monkeypatch.setattr(keys, "SEGMENT_TOKENS", 4)
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

@@ -131,7 +131,7 @@ def test_a_stale_frame_changes_nothing_of_a_request_that_resumed_in_its_row(draf
             stage.step()
         assert len(stage.plans) == 1
         seqs, row = stage.seqs, stage.engine.scheduler.find("a").row
-        stage.engine.scheduler._take_back(row)
+        stage.engine.scheduler._held.preempt(row)
         assert not any(int(getattr(seqs, name)[row]) for name in COUNTERS[1:])
         assert stage.submit()
         assert stage.engine.scheduler.find("a").row == row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,8 +11,7 @@ from deepinfer.block_manager import BlockManager
 from deepinfer.checks.findings import Findings
 from deepinfer.checks.order import OrderChecker
 from deepinfer.observer import RECORD, STAGING, STATE, Access
-from deepinfer.sequence import SamplingParams, Sequence
-from tests.deepinfer.checks.books import CONFIG, SIZE, RunningHost, kv
+from tests.deepinfer.checks.books import SIZE, RunningHost, kv
 
 READ_BY_A = "which reads it for 'a'"
 
@@ -335,10 +333,6 @@ def test_a_slot_of_another_request_is_no_place_to_write():
 @pytest.fixture
 def verifying(device):
     """Behind step 1, which verifies drafts, step 2 may write the positions 5 to 7 for `a`."""
-    device.host.config = replace(CONFIG, drafts=2)
-    seq = Sequence("a", 0, np.zeros(6, np.int32), 6, SamplingParams())
-    device.host.seqs.add(seq, np.array([7, 3], np.int32))
-    device.host.seqs.num_computed_tokens[0] = 5
     device.give("a", 7, 3)
     device.submit("compute", "forward 2", writes=[kv(3, rows=(1, 4), holder=0)])
     return device
@@ -359,20 +353,29 @@ def test_before_the_step_before_is_committed_all_that_may_be_written_counts(veri
 
 def test_what_is_committed_is_written_by_no_step_in_flight(verifying):
     """One draft was accepted: step 2 begins behind it, and the rows before may be read."""
-    verifying.checker.collected(1)
-    verifying.host.seqs.num_computed_tokens[0] = 7
+    verifying.checker.committed(kv(7, 3, rows=(0, 3), holder=0))
     save(verifying, 3)
     assert not verifying.said
     save(verifying, 4)
     assert len(verifying.said) == 1
 
 
-def test_a_request_that_has_left_its_row_came_as_far_as_the_row_says(verifying):
-    """It ended with the commit; once another request has the row, nothing is known any more."""
-    verifying.checker.collected(1)
-    seqs = verifying.host.seqs
-    seqs.num_computed_tokens[0] = 7
-    seqs.remove(seqs.at(0))
-    verifying.let_go("a", 7, 3)
-    save(verifying, 3)
-    assert not [text for text in verifying.said if "nothing orders" in text]
+def test_another_request_and_another_ownership_commit_nothing_of_it(verifying):
+    """Who writes rows of others writes them still, and a block begins anew with its owner."""
+    verifying.checker.committed(kv(3, rows=(0, 3), holder=1))
+    verifying.let_go("a", 3)
+    verifying.give("a", 3)
+    verifying.checker.committed(kv(3, rows=(0, 3), holder=0))
+    save(verifying, 2)
+    assert len(verifying.said) == 1
+
+
+def test_accesses_without_holders_are_narrowed_by_rows_without_holders(device):
+    """As a replayed log has them."""
+    device.give("a", 3)
+    device.submit("compute", "forward 2", writes=[kv(3, rows=(1, 4))])
+    device.checker.committed(kv(3, rows=(0, 3)))
+    save(device, 3)
+    assert not device.said
+    save(device, 4)
+    assert len(device.said) == 1

@@ -1,4 +1,4 @@
-"""Entries with known rows, for tests of a directory."""
+"""Entries with known rows, and memory that shows who uses what is not theirs any more."""
 
 from __future__ import annotations
 
@@ -13,6 +13,27 @@ MODEL, OTHER_MODEL = b"m" * 16, b"o" * 16
 BUDGET = 1 << 20
 KEY, PARENT = 0xABC, 0x123
 ONE = HEADER_BYTES + 200  # bytes of a file
+FREED = 0xEE
+
+
+class PoisonedMemory:
+    """Memory that overwrites what it takes back, and has `num_bytes` at most."""
+
+    def __init__(self, num_bytes=1 << 20):
+        self.left = num_bytes
+        self.out = []
+
+    def allocate(self, num_bytes):
+        if num_bytes > self.left:
+            raise MemoryError
+        self.left -= num_bytes
+        self.out.append(np.full(num_bytes, 0xAA, np.uint8))
+        return self.out[-1]
+
+    def free(self, buffer):
+        (index,) = [i for i, own in enumerate(self.out) if own is buffer]  # once, and ours
+        self.left += len(self.out.pop(index))
+        buffer[:] = FREED
 
 
 def rows(key, num_bytes=200):

@@ -67,6 +67,16 @@ def test_an_entry_that_was_never_saved_is_a_silent_miss(good, caplog):
     assert not warnings_of(caplog)
 
 
+def test_what_is_known_needs_no_look(good, monkeypatch):
+    """By the listing at the start and by what this store saved; no file is opened for it."""
+    store = opened(good)
+    assert store.save(2, None, rows(2, 7))
+    monkeypatch.setattr(os, "open", None)
+    with store._lock:  # as while another thread lists the directory
+        assert (store.known(KEY, PARENT), store.known(2, None)) == (200, 7)
+        assert (store.known(KEY, None), store.known(3, 2)) == (None, None)
+
+
 def test_the_keys_at_both_ends_have_names(tmp_path):
     """0 and 2^128 - 1; beyond them is an error of the caller."""
     store = opened(tmp_path)
@@ -122,11 +132,13 @@ def assert_one_warning_and_healed(store, caplog, match):
     """A miss each time, one warning in all; saved again it is right, and the next fault is told."""
     for _ in range(3):
         assert loaded(store, KEY, PARENT) is None
+        assert store.known(KEY, PARENT) is None
     (warning,) = warnings_of(caplog)
     assert re.search(match, warning)
     assert store.counters.num_misses == 3
     assert store.counters.num_bad_files == 1
     assert store.save(KEY, PARENT, rows(KEY))
+    assert store.known(KEY, PARENT) == 200
     assert holds(store, KEY, PARENT)
     assert len(warnings_of(caplog)) == 1
     os.truncate(next(file for file in store._path.iterdir() if file.suffix == ".kv1"), 10)

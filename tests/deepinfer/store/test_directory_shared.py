@@ -7,6 +7,7 @@ import re
 import threading
 import time
 
+from deepinfer.store import directory
 from deepinfer.store.segment import HEADER_BYTES, Identity
 from tests.deepinfer.store.entries import (
     KEY,
@@ -75,6 +76,23 @@ def test_two_stores_see_one_another(tmp_path, caplog):
     assert holds(two, 1)
     assert two.num_bytes == one.num_bytes
     assert not warnings_of(caplog)
+
+
+def test_a_listing_under_way_hides_nothing(good, monkeypatch):
+    """What was known before it is known until the new one is whole."""
+    store, place = opened(good), directory._place
+    other = opened(good)
+    assert other.save(1, None, rows(1))
+    seen = []
+
+    def slow(name):
+        seen.append((store.known(KEY, PARENT), store.known(1, None)))
+        return place(name)
+
+    monkeypatch.setattr(directory, "_place", slow)
+    store._listed()
+    assert seen == [(200, None)] * 2
+    assert (store.known(KEY, PARENT), store.known(1, None)) == (200, 200)
 
 
 def test_threads_and_stores_at_once(tmp_path, caplog):

@@ -16,28 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from deepinfer.errors import OwnershipError, UserError
 from deepinfer.store.memory import HostStore
-
-FREED = 0xEE
-
-
-class PoisonedMemory:
-    """Memory that overwrites what it takes back, and has `num_bytes` at most."""
-
-    def __init__(self, num_bytes=1 << 20):
-        self.left = num_bytes
-        self.out = []
-
-    def allocate(self, num_bytes):
-        if num_bytes > self.left:
-            raise MemoryError
-        self.left -= num_bytes
-        self.out.append(np.full(num_bytes, 0xAA, np.uint8))
-        return self.out[-1]
-
-    def free(self, buffer):
-        (index,) = [i for i, own in enumerate(self.out) if own is buffer]  # once, and ours
-        self.left += len(self.out.pop(index))
-        buffer[:] = FREED
+from tests.deepinfer.store.entries import PoisonedMemory
 
 
 def saved(store, key, parent=None, num_bytes=1):
@@ -64,6 +43,7 @@ def test_an_entry_is_found_when_its_bytes_are_there_and_not_before():
     assert handle.buffer.shape == (4,)
     assert 1 not in store
     assert store.open(1) is None
+    assert (store.is_saving(1), store.is_saving(2)) == (True, False)
     assert (store.num_bytes, store.num_entries) == (4, 0)
     handle.buffer[:] = 9
     store.commit(handle)
@@ -133,6 +113,20 @@ def test_a_parent_is_not_evicted_for_its_own_child():
     assert present(store, range(1, 6)) == [1, 2, 3]
     assert store.counters.num_refused_saves == 2
     assert store.counters.num_evictions == before == 1
+
+
+def test_what_somebody_waits_for_needs_no_parent():
+    """Others go for it, and once its parent is there, too, that does not go before it."""
+    store = HostStore(3)
+    for key in (7, 8, 9):
+        assert saved(store, key)
+    assert store.begin_save(2, 1, 1) is None
+    handle = store.begin_save(2, 1, 1, on_demand=True)
+    store.commit(handle)
+    assert present(store, range(10)) == [2, 8, 9]
+    assert saved(store, 1)
+    assert saved(store, 3, None, 2)
+    assert present(store, range(10)) == [1, 3]
 
 
 def test_a_save_that_cannot_fit_evicts_nothing():
@@ -277,10 +271,10 @@ class AgainstModel(RuleBasedStateMachine):
         self.now += 1
         return self.now
 
-    def room(self, need, spare):
+    def room(self, need, spare, on_demand):
         """Evict from the model until `need` bytes fit; None, and nothing done, if they cannot."""
         left, victims = dict(self.entries), []
-        if spare is not None and spare not in left:
+        if spare is not None and spare not in left and not on_demand:
             return [] if sum(entry[1] for entry in left.values()) + need <= BUDGET else None
         while sum(entry[1] for entry in left.values()) + need > BUDGET:
             busy = {handle.key for handle in self.handles} | {spare}
@@ -292,15 +286,15 @@ class AgainstModel(RuleBasedStateMachine):
             del left[victims[-1]]
         return victims
 
-    @rule(key=KEYS, parent=st.none() | KEYS, num_bytes=st.integers(1, 6))
-    def begin_save(self, key, parent, num_bytes):
+    @rule(key=KEYS, parent=st.none() | KEYS, num_bytes=st.integers(1, 6), on_demand=st.booleans())
+    def begin_save(self, key, parent, num_bytes, on_demand):
         if parent is not None and parent >= key:
             parent = None
-        handle = self.store.begin_save(key, parent, num_bytes)
+        handle = self.store.begin_save(key, parent, num_bytes, on_demand=on_demand)
         if key in self.entries:
             assert handle is None
             return
-        victims = self.room(num_bytes, parent)
+        victims = self.room(num_bytes, parent, on_demand)
         if victims is None:
             self.num_refused += 1
             assert handle is None
@@ -342,6 +336,9 @@ class AgainstModel(RuleBasedStateMachine):
         self.store.check_integrity()
         visible = {key for key, entry in self.entries.items() if entry[3]}
         assert {key for key in range(10) if key in self.store} == visible
+        assert {key for key in range(10) if self.store.is_saving(key)} == set(
+            self.entries
+        ) - visible
         assert self.store.num_entries == len(visible)
         assert self.store.num_bytes == sum(entry[1] for entry in self.entries.values())
         assert self.store.handles == set(self.handles)

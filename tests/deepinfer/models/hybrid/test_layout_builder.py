@@ -55,6 +55,28 @@ def test_a_ratio_beyond_the_block_size_fills_every_nth_block(device: SteppedCpuD
     assert tile.rows[16].visible[0, [14, 15, 30, 31]].tolist() == [0, 1, 1, 2]
 
 
+def test_rows_are_found_through_the_block_table(device: SteppedCpuDevice) -> None:
+    """Ratio 2 in blocks of 4: rows 2b and 2b + 1 lie in block b of the table; -1 reads row 0."""
+    plan = step_plan([Run(range(9), [7, 3, 9], 8, state=2)], 4)
+    (tile,) = layouts(V41, device).of(plan).tiles
+    seen = tile.rows[2]
+    rows = torch.tensor([[[3, 0, -1, 2]]])
+    assert seen.num_rows == 4
+    assert seen.places_of(rows).tolist() == [[[3 * 2 + 1, 7 * 2, 7 * 2, 3 * 2]]]
+
+
+def test_what_is_kept_is_a_slice_where_it_can_be(device: SteppedCpuDevice) -> None:
+    """All tokens of decodes; of long chunks side by side the last ones, by number."""
+    decodes = [Run(range(9), [1, 2, 3], 8, state=1), Run(range(7), [4, 5], 6, state=2)]
+    assert layouts(V41, device).of(step_plan(decodes, 4)).window.tokens == slice(0, 2)
+    long = [Run(range(40), range(1, 11), 0, 39, state=state) for state in (1, 2)]
+    window = layouts(V41, device).of(step_plan(long, 4)).window
+    last = [*range(39 - V41.ring_len, 39), *range(78 - V41.ring_len, 78)]
+    assert window.tokens.tolist() == last
+    x = torch.randn(78, 2)
+    assert torch.equal(window.of(x), x[last])
+
+
 def test_open_group_is_looked_back_at(device: SteppedCpuDevice) -> None:
     """An overlapping group of 4 needs the 8 tokens up to its last one: those of earlier steps from
     the slot, those before the start from nowhere."""

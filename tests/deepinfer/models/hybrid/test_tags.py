@@ -13,6 +13,7 @@ from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.engine import LLMEngine
 from deepinfer.hybrid_runner import HybridRunner
 from deepinfer.models.hybrid.cache import HybridCache
+from deepinfer.models.hybrid.geometry import IDS, OPEN
 from deepinfer.models.hybrid.layer_plan import v4_config, v41_config
 from deepinfer.names import RELEASE_POLICIES
 from deepinfer.runners import load_model
@@ -39,11 +40,16 @@ DRAWN = [SamplingParams(max_tokens=8, temperature=i % 2, seed=i) for i in range(
 SAFE = [policy for policy in RELEASE_POLICIES if policy != "early"]
 
 
+def loaded(name):
+    """A network and its weights."""
+    config = MODELS[name]
+    return config, load_model(config, SteppedCpuDevice())
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def model(request):
     """A network of either family and its weights."""
-    config = MODELS[request.param]
-    return config, load_model(config, SteppedCpuDevice())
+    return loaded(request.param)
 
 
 def engine(model, **changes):
@@ -142,6 +148,16 @@ def running(made):
     return made.scheduler.find("r1").row, made.scheduler.find("r2").row
 
 
+def num_beside_rings(config, position):
+    """Rows of earlier steps in open groups and token ids that the token at `position` reads."""
+    count = min(config.engram.look_back if config.engram else 0, position)
+    for compressor in {layer.compressor for layer in config.sources}:
+        if compressor.gated and (position + 1) % compressor.ratio == 0:
+            span = compressor.ratio * (1 + compressor.overlap)
+            count += min(span - 1, position)
+    return count
+
+
 def messages(made):
     """What the next step finds; all of it concerns r1."""
     assert not len(made.findings), made.findings.first
@@ -186,12 +202,14 @@ def test_a_wrong_slot_copy_names_slot_and_owner(model):
     """The whole window is another's, but for the row this step writes."""
     with engine(model) as made:
         rows = running(made)
+        position = int(made.scheduler.seqs.num_computed_tokens[rows[0]])
         states = made.scheduler.seqs.state_ids
         pair = np.array([[states[rows[1]], states[rows[0]]]], np.int32)
         made.device.run(lambda: made.worker.runner.copy_states(pair))
         found, count = messages(made)
-        assert count == MODELS["v4"].sliding_window - 1
-        assert f"(slot {pair[0, 1]}): expected its own row, found the row of request 'r" in found[0]
+        assert count == MODELS["v4"].sliding_window - 1 + num_beside_rings(model[0], position)
+        head = f"(ring in slot {pair[0, 1]}): expected its own row, found the row of request 'r"
+        assert any(head in message for message in found)
         assert any("found the row of request 'r2'" in message for message in found)
 
 
@@ -204,14 +222,68 @@ def test_a_skipped_state_copy_is_found_in_the_child(model, monkeypatch):
         made.fork("parent", "child", SamplingParams(4))
         made.step()
         slot = made.scheduler.seqs.state_ids[made.scheduler.find("child").row]
-        assert made.findings.counts["tags"] == MODELS["v4"].sliding_window - 1
-        assert all(
-            finding.message.startswith("request 'child' position ")
-            and finding.message.endswith(
-                f"(slot {slot}): expected its own row, found a row never written"
-            )
-            for finding in made.findings.first
-        )
+        window, beside = MODELS["v4"].sliding_window, num_beside_rings(model[0], len(PROMPTS[2]))
+        assert made.findings.counts["tags"] == window - 1 + beside
+        for finding in made.findings.first:
+            assert finding.message.startswith("request 'child' position ")
+            assert f" in slot {slot}): expected its own row, found a row never w" in finding.message
+
+
+def test_an_open_group_is_compared_where_it_closes(model):
+    """A row of it that another wrote is found with the token that closes the group, once."""
+    config, _ = model
+    ratio = min(c.ratio for layer in config.sources if (c := layer.compressor).gated)
+    with engine(model) as made:
+        made.add_request("r", PROMPTS[3][: ratio * 4], SamplingParams(8))
+        made.step()
+        made.step()  # opens a group
+        slot = int(made.scheduler.seqs.state_ids[made.scheduler.find("r").row])
+        for (kind, num_rows), tags in made.cache.tags.beside.items():
+            if kind == OPEN:
+                tags[slot, ratio * 4 % num_rows] = 17
+        for _ in range(2, ratio):
+            made.step()
+            assert not len(made.findings)
+        made.step()
+        assert [finding.message for finding in made.findings.first] == [
+            f"request 'r' position {ratio * 4} (open group in slot {slot}): expected its own row, "
+            "found an unknown row of position 16"
+        ]
+
+
+def test_a_token_id_left_by_another_is_found():
+    """Of all n-grams that look back at it, once in a step."""
+    with engine(loaded("v41")) as made:
+        made.add_request("r", PROMPTS[1], SamplingParams(8))
+        made.step()
+        slot = int(made.scheduler.seqs.state_ids[made.scheduler.find("r").row])
+        last = len(PROMPTS[1]) - 1
+        ((tags, num_rows),) = [
+            (tags, rows) for (kind, rows), tags in made.cache.tags.beside.items() if kind == IDS
+        ]
+        tags[slot, last % num_rows] = 0
+        made.step()
+        assert [finding.message for finding in made.findings.first] == [
+            f"request 'r' position {last} (token ids in slot {slot}): expected its own row, "
+            "found a row never written"
+        ]
+        assert made.findings.counts["tags"] == 1
+
+
+def test_a_state_gone_on_too_far_is_found_in_a_short_fork():
+    """All that was written fits into its rings, so they are whole; open groups are not."""
+    config, weights = loaded("v4")
+    with engine((replace(config, sliding_window=32), weights)) as made:
+        made.add_request("parent", PROMPTS[3], SamplingParams(14))
+        for _ in range(10):
+            made.step()
+        states = made.scheduler.states
+        states.can_fork = lambda num_written, num_computed: True
+        made.fork("parent", "child", SamplingParams(4), num_shared_tokens=13, own_token_ids=[5])
+        while made.has_unfinished():
+            made.step()
+        assert all("open group in slot" in finding.message for finding in made.findings.first)
+        assert made.findings.counts["tags"] > 0
 
 
 def test_a_row_whose_position_tag_is_wrong_is_counted_once(model):
@@ -227,17 +299,20 @@ def test_a_row_whose_position_tag_is_wrong_is_counted_once(model):
         )
         found, count = messages(made)
         assert count == 1
-        assert f"position {last} (slot {slot})" in found[0]
+        assert f"position {last} (ring in slot {slot})" in found[0]
 
 
 def test_copies_read_all_sources_before_they_write(model):
     """As the rows' own copies do."""
     with engine(model) as made:
         cache: HybridCache = made.cache
-        cache.tags.rings[1], cache.tags.rings[2] = 1, 2
+        slots = cache.tags.rings, *cache.tags.beside.values()
+        for tags in slots:
+            tags[1], tags[2] = 1, 2
         pairs = torch.tensor([[1, 2], [2, 3]], dtype=torch.int32)
         made.device.run(lambda: cache.copy_states(pairs))
-        assert cache.tags.rings[:4, 0].tolist() == [0, 1, 1, 2]
+        for tags in slots:
+            assert tags[:4, 0].tolist() == [0, 1, 1, 2]
         for rows in cache.tags.rows.values():
             rows[1], rows[2] = 1, 2
         made.device.run(lambda: cache.copy_blocks(pairs))

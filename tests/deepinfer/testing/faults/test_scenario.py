@@ -18,7 +18,9 @@ class Events(Observer):
     def took(self, owner: str, ids: BlockIds, path: str) -> None:
         self.counts[path] += 1
 
-    def giving_up(self, table: BlockIds, step: int | None, owner: str, path: str) -> None:
+    def giving_up(
+        self, table: BlockIds, step: int | None, owner: str, path: str, event: object = None
+    ) -> None:
         self.counts[path if step is None else f"{path} behind a fence"] += 1
 
     def submitted(

@@ -16,6 +16,9 @@ from deepinfer.outputs import StepOutput
 from deepinfer.release import ReleaseCounters
 from deepinfer.runners import Model, Weights, load_model
 from deepinfer.sequence import SamplingParams
+from deepinfer.testing.faults import FAULTS, run_trial
+from deepinfer.testing.faults.ahead import LOOKS_AHEAD
+from deepinfer.testing.faults.scenario import CONFIG as EVENTFUL
 from deepinfer.testing.faults.scenario import MODEL_WITH_STATE
 from deepinfer.testing.oplog.log import OperationLog
 from deepinfer.testing.oplog.recorder import OperationRecorder
@@ -74,6 +77,39 @@ def record(
         {end.request_id: end.token_ids.tolist() for output in outputs for end in output.finished},
         preemptions,
     )
+
+
+def record_eventful(
+    path: Path,
+    seed: int,
+    *,
+    release: str = "deferred",
+    with_state: bool = False,
+    ahead: bool = True,
+    fault: str | None = None,
+) -> OperationLog:
+    """Record the scenario of the planted faults: forks, aborts and preemptions, beside them a
+    client that loads and saves on a stream of its own, and with `ahead` drafts and overlap.
+
+    Args:
+        fault: planted, with settings of its own instead of those above.
+    """
+    planted = FAULTS[fault] if fault is not None else None
+    settings = (LOOKS_AHEAD if ahead else {}) | {"release": release}
+    if planted is not None:
+        settings = planted.settings
+    with OperationRecorder(path, replace(EVENTFUL, **settings)) as recorder:
+        outcome = run_trial(
+            planted,
+            seed,
+            release=None if planted else release,
+            ahead=ahead and not planted,
+            with_state=with_state,
+            max_steps=50,
+            observers=(recorder,),
+        )
+    assert planted is not None or not outcome.first, outcome.messages
+    return OperationLog(path)
 
 
 def _play(engine: LLMEngine) -> Any:

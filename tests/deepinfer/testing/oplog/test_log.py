@@ -24,6 +24,7 @@ from deepinfer.testing.oplog.operations import (
     OPERATIONS,
     Allocate,
     Collected,
+    Commit,
     Copy,
     Flush,
     Host,
@@ -46,6 +47,7 @@ EXAMPLES: list[Operation] = [
     Pin((1, 2), "child", "parent"),
     Release((3, 1), "a", "finish"),
     Release((3,), "a", "abort", 4, "e2"),
+    Release((3,), "load", "load", event="e2"),
     Release((3,), "a", "fork source", 4, "e3", "copy"),
     Submit("compute", "forward", ((1, 0, None), (2, 0, 3), ("staging", 1)), (("record", 1),)),
     Copy("copy", (1, 2), (3, 9), "copies", (("staging", 2),)),
@@ -59,6 +61,7 @@ EXAMPLES: list[Operation] = [
     Host("collect", (("record", 3),)),
     ReleasePoint(),
     Collected(3),
+    Commit(((1, 0, 3), (2, 0, None))),
     Flush("policy"),
 ]
 
@@ -82,6 +85,7 @@ def test_the_examples_are_of_every_kind() -> None:
         (((3, 0, None), (2, 0, None)), "a3 a2"),
         (((1, 0, None), (2, 0, 4), (3, 0, None)), "a1 a2[0:4] a3"),
         ((("record", 7), (1, 2, 3)), "record:7 a1[2:3]"),
+        ((("buffer", 1 << 40),), f"buffer:{1 << 40}"),
     ],
 )
 def test_runs_of_blocks_are_written_short(touched: tuple, text: str) -> None:
@@ -116,6 +120,8 @@ def test_blocks_are_whole() -> None:
         ('{"op": "host", "reads": "a1[3:3]"}', "no rows"),
         ('{"op": "release", "blocks": "a9"}', "block a9 was not allocated before"),
         ('{"op": "host", "reads": "a9[0:1]"}', "block a9 was not allocated before"),
+        ('{"op": "commit", "rows": "a9[0:1]"}', "block a9 was not allocated before"),
+        ('{"op": "commit", "rows": "record:1"}', "commit: rows are of blocks"),
         ('{"op": "copy", "stream": "copy", "sources": "a9", "blocks": "a1"}', "a9 was not alloc"),
         ('{"op": "copy", "stream": "copy", "sources": "a1-a2", "blocks": "a1"}', "2 sources of 1"),
         ('{"op": "allocate", "blocks": "a1", "ids": [1]}', "must go on with a5"),

@@ -59,7 +59,9 @@ class Paths(Observer):
     def __init__(self) -> None:
         self.paths: list[str] = []
 
-    def giving_up(self, table: BlockIds, step: int | None, owner: str, path: str) -> None:
+    def giving_up(
+        self, table: BlockIds, step: int | None, owner: str, path: str, event: object = None
+    ) -> None:
         self.paths.append(path)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deepinfer import engine as engine_module
+from deepinfer import fork_sources
 from deepinfer.engine import LLMEngine
 from deepinfer.errors import UserError
 from deepinfer.models.weights import Qwen3Weights
@@ -22,6 +22,7 @@ from deepinfer.testing.oplog.operations import (
     STATES,
     Allocate,
     Collected,
+    Commit,
     Copy,
     Flush,
     Host,
@@ -29,6 +30,7 @@ from deepinfer.testing.oplog.operations import (
     Pin,
     Query,
     Record,
+    Recycle,
     Release,
     ReleasePoint,
     Submit,
@@ -37,7 +39,13 @@ from deepinfer.testing.oplog.operations import (
 )
 from deepinfer.testing.oplog.recorder import OperationRecorder
 from tests.deepinfer.step_plans import TINY
-from tests.deepinfer.testing.oplog.recorded import CONFIG, record, state_weights, tiny_weights
+from tests.deepinfer.testing.oplog.recorded import (
+    CONFIG,
+    record,
+    record_eventful,
+    state_weights,
+    tiny_weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -251,9 +259,43 @@ def test_calls_without_a_name_are_written_without_one(tmp_path: Path) -> None:
     assert operations(path) == [Allocate((1, 2), (4, 5)), Pin((2,)), Release((2,))]
 
 
+def test_a_transfer_reads_as_a_story(tmp_path: Path) -> None:
+    """A save pins by name, waits behind the copies, and gives up behind an event of its own; the
+    host that has seen an event pass before it recycles it waits for it in a replay."""
+    log = operations(record_eventful(tmp_path / "ops.jsonl", 0).path)
+    start = next(i for i, op in enumerate(log) if isinstance(op, Pin) and op.owner[:4] == "save")
+    name, blocks = log[start].owner, log[start].blocks
+    kinds = [type(op) for op in log[start : start + 7]]
+    assert kinds == [Pin, Record, Wait, Recycle, Submit, Record, Release]
+    wait, submit, record, release = log[start + 2], *log[start + 4 : start + 7]
+    assert (wait.stream, wait.by, submit.label) == ("load", "", f"save {name}")
+    assert release == Release(blocks, name, "save", event=record.event)
+    end = next(i for i, op in enumerate(log) if op == Recycle(record.event))
+    assert log[end - 1] == Synchronize(record.event)
+
+
+def test_a_loads_waits_for_who_had_its_blocks_are_the_policys(tmp_path: Path) -> None:
+    """Under `ordered`: another policy frees blocks in another way."""
+    log = operations(record_eventful(tmp_path / "ops.jsonl", 0, release="ordered").path)
+    fences = {op.event for op in of_kind(Release, log) if op.event}
+    waits = [op for op in of_kind(Wait, log) if op.stream == "load" and op.event in fences]
+    assert waits
+    assert {op.by for op in waits} == {"policy"}
+
+
+def test_what_is_committed_is_written_where_drafts_are_verified(tmp_path: Path) -> None:
+    """Behind each result that brings something; without drafts a step's rows are known before."""
+    drafted = operations(record_eventful(tmp_path / "drafts.jsonl", 0).path)
+    behind = [type(drafted[i - 1]) for i, op in enumerate(drafted) if isinstance(op, Commit)]
+    assert Collected in behind
+    assert set(behind) <= {Collected, Recycle}  # of events of the step's copies
+    plain = operations(record_eventful(tmp_path / "plain.jsonl", 0, ahead=False).path)
+    assert not of_kind(Commit, plain)
+
+
 def test_the_engines_word_for_a_fork_source() -> None:
     """The recorder knows the path by the name that the engine gives it."""
-    assert recorder_module.FORK_SOURCE == engine_module.FORK_SOURCE
+    assert recorder_module.FORK_SOURCE == fork_sources.FORK_SOURCE
 
 
 def test_a_full_disk_is_one_line() -> None:

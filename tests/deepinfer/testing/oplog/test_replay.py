@@ -20,6 +20,7 @@ from deepinfer.testing.oplog.figures import Figures, Progress
 from deepinfer.testing.oplog.operations import (
     STATES,
     Allocate,
+    Commit,
     Copy,
     Operation,
     Pin,
@@ -36,6 +37,7 @@ from tests.deepinfer.testing.oplog.op_logs import LATE_COPY, SMALL, TWO_IN_FLIGH
 from tests.deepinfer.testing.oplog.recorded import (
     Recording,
     record,
+    record_eventful,
     state_weights,
     tiny_weights,
 )
@@ -231,6 +233,65 @@ def test_safe_policies_stay_safe_in_every_order(recorded: Recording, progress: P
     replay_all(recorded.log, replays)
     assert {replay.stopped for replay in replays} == {""}
     assert [finding for replay in replays for finding in replay.findings.first] == []
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("policy", SAFE)
+def test_drafts_overlap_loads_and_saves_are_replayed_without_a_false_alarm(
+    policy: str, with_state: bool, tmp_path: Path
+) -> None:
+    """Recorded under any safe policy, replayed under all of them; only `early` goes wrong."""
+    early = 0
+    for seed in range(2):
+        path = tmp_path / f"{seed}.jsonl"
+        log = record_eventful(path, seed, release=policy, with_state=with_state)
+        replays = [
+            Replay(replace(log.config, release=other), checks=BOTH, progress=progress)
+            for other in RELEASE_POLICIES
+            for progress in (Progress("late"), Progress("random", 1))
+        ]
+        replays.append(Replay(log.config, checks=BOTH, progress=Progress("recorded")))
+        replay_all(log, replays)
+        safe = [replay for replay in replays if replay.is_safe]
+        assert {replay.stopped for replay in safe} == {""}
+        assert [finding for replay in safe for finding in replay.findings.first] == []
+        early += sum(len(replay.findings) for replay in replays if not replay.is_safe)
+    assert early > 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("double-release", "save-not-pinned", "save-before-its-rows", "forward-before-its-copies"),
+        *("load-used-before-written", "copy-repeated", "staging-rewritten", "result-read-early"),
+        "shrunk-under-a-step-in-flight",
+    ],
+)
+def test_what_the_recorded_engine_did_wrong_is_found_in_its_log(fault: str, tmp_path: Path) -> None:
+    """By the order of its operations or by what they read, without its network."""
+    found = 0
+    for seed in range(3):
+        log = record_eventful(tmp_path / f"{seed}.jsonl", seed, fault=fault)
+        replay = Replay(log.config, checks=BOTH)
+        replay_all(log, [replay])
+        found += replay.has_failed
+    assert found > 0
+
+
+def test_rows_that_are_committed_can_be_read_beside_the_next_step(tmp_path: Path) -> None:
+    """Without its lines that say so, a log with drafts makes hazards of some saves."""
+    logs = [record_eventful(tmp_path / f"{seed}.jsonl", seed) for seed in range(3)]
+    found = []
+    for keeps in (True, False):
+        replays = []
+        for log in logs:
+            replays.append(Replay(log.config, checks=BOTH))
+            lines = [line for line in log if keeps or not isinstance(line[1], Commit)]
+            replay_all(lines, replays[-1:])
+        found.append([finding.message for replay in replays for finding in replay.findings.first])
+    assert not found[0]
+    assert found[1]
+    assert all(message.startswith("'save ") for message in found[1])
 
 
 def test_a_copy_that_runs_late_shows_an_early_release() -> None:

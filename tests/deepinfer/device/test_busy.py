@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from bench.probes.busy import busy_operation
 from deepinfer.device import open_device
+from deepinfer.device.busy import busy_operation
 
 
 def occupied_ms(device, seconds):
