@@ -18,7 +18,7 @@ from typing import Any
 from bench.catalog import Kind
 from bench.schema import Arrival, Lengths, Profile, Workload
 from bench.strict import Count, Strict
-from deepinfer.names import CHECKS, DESCRIPTIONS, KEYED_FREE_ORDERS, TITLES
+from deepinfer.names import CHECKS, DESCRIPTIONS, TITLES, names_of
 
 _MODELS: dict[Kind, type[Strict]] = {"workload": Workload, "profile": Profile}
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -83,8 +83,8 @@ def _property(name: str, entry: dict[str, Any]) -> dict[str, Any]:
         del plain["default"]  # none, or a group of keys that have their own
     finished = {**(given[0] if len(given) == 1 else {}), **plain}
     if name in DESCRIPTIONS:
-        choices = DESCRIPTIONS[name] | (KEYED_FREE_ORDERS if name == "free_order" else {})
-        said = "; ".join(f"{choice}: {text}" for choice, text in choices.items())
+        names = names_of(name)
+        said = "; ".join(f"{choice}: {text}" for choice, text in names.items())
         if name == "checks":
             one = "|".join(CHECKS)
             finished["pattern"] = rf"^(off|({one})(\+({one}))*)$"
@@ -92,6 +92,6 @@ def _property(name: str, entry: dict[str, Any]) -> dict[str, Any]:
             del finished["type"]
             finished["enum"] = [*DESCRIPTIONS[name], False, True, 2]
         else:
-            finished["enum"] = list(choices)
+            finished["enum"] = list(names)
         finished["description"] = f"{TITLES[name]}. {said}"
     return finished

@@ -29,7 +29,7 @@ from deepinfer.device.delayed import NO_DELAY, parse_delays
 from deepinfer.device.delayed import PATTERN as DELAY_PATTERN
 from deepinfer.drafters.acceptance import PATTERNS, parse_acceptance
 from deepinfer.errors import UserError
-from deepinfer.names import CHECKS, DESCRIPTIONS, KEYED_FREE_ORDERS
+from deepinfer.names import CHECKS, names_of
 
 AUTO = "auto"  # the `num_blocks` that is measured
 SWITCHES = ("overlap", "checks")  # keys whose `on` and `off` are names, not booleans
@@ -53,9 +53,9 @@ Temperature = Annotated[
 
 def _one_of(kind: str) -> AfterValidator:
     def check(value: str) -> str:
-        names = [*DESCRIPTIONS[kind], *(KEYED_FREE_ORDERS if kind == "free_order" else ())]
+        names = names_of(kind)
         if value not in names:
-            raise PydanticCustomError("unknown_name", "unknown name", {"valid": names})
+            raise PydanticCustomError("unknown_name", "unknown name", {"valid": [*names]})
         return value
 
     return AfterValidator(check)

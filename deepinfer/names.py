@@ -93,6 +93,12 @@ TITLES: dict[str, str] = {
     "device": "device",
 }
 
+
+def names_of(kind: str) -> dict[str, str]:
+    """All names of a kind with what they do, those that only some pools take among them."""
+    return DESCRIPTIONS[kind] | (KEYED_FREE_ORDERS if kind == "free_order" else {})
+
+
 RELEASE_POLICIES = tuple(DESCRIPTIONS["release"])
 UNSAFE_POLICIES = frozenset({"early"})
 FREE_ORDERS = tuple(DESCRIPTIONS["free_order"])

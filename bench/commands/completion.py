@@ -65,13 +65,13 @@ def complete_names(kind: str, *, several: bool = False) -> Completer:
     def complete(
         ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        from deepinfer.names import DESCRIPTIONS
+        from deepinfer.names import names_of
 
         given, comma, last = incomplete.rpartition(",") if several else ("", "", incomplete)
         taken = given.split(",")
         return [
             CompletionItem(f"{given}{comma}{name}", help=text)
-            for name, text in DESCRIPTIONS[kind].items()
+            for name, text in names_of(kind).items()
             if name.startswith(last) and name not in taken
         ]
 

@@ -13,7 +13,7 @@ import pytest
 from bench.catalog import list_workloads
 from bench.commands import COMMANDS, main
 from bench.commands.frame import COMPLETE
-from deepinfer.names import FREE_ORDERS, RELEASE_POLICIES
+from deepinfer.names import FREE_ORDERS, KEYED_FREE_ORDERS, RELEASE_POLICIES
 from tests.bench.tiny import ROOT
 
 WORKLOADS = [name for name, _ in list_workloads()]
@@ -81,7 +81,8 @@ def test_workloads_complete(complete, command: str) -> None:
 def test_choices_complete(complete) -> None:
     """Release policies, free orders, profiles, devices, formats, and lists of them."""
     assert complete("run", "x", "--release", "") == list(RELEASE_POLICIES)
-    assert complete("run", "x", "--free-order", "") == list(FREE_ORDERS)
+    every_order = [*FREE_ORDERS, *KEYED_FREE_ORDERS]
+    assert complete("run", "x", "--free-order", "") == every_order
     assert complete("compare", "x", "--release", "step,po") == ["step,polled"]
     assert "step,step" not in complete("compare", "x", "--release", "step,")
     assert complete("run", "x", "--profile", "cpu-s") == ["cpu-small"]
@@ -94,7 +95,9 @@ def test_axes_and_settings_complete(complete) -> None:
     """`NAME=`, then the values; `device` is an axis and no setting."""
     assert complete("compare", "x", "-a", "fr") == ["free_order="]
     assert complete("compare", "x", "-a", "free_order=forward,rev") == [
-        "free_order=forward,reverse"
+        "free_order=forward,reverse",
+        "free_order=forward,reverse_unhashed_first",
+        "free_order=forward,reverse_unhashed_head",
     ]
     assert "device=" in complete("compare", "x", "-a", "")
     assert "device=" not in complete("run", "x", "-s", "")
