@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from deepinfer.cache_engine import check_pool_fits
+from deepinfer.cache_engine import check_pool_fits, free_bytes, gib
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.device.base import Device
 from deepinfer.errors import UserError
@@ -18,8 +18,9 @@ from deepinfer.hybrid_runner import HybridRunner, check_pools_fit
 from deepinfer.model_runner import ModelRunner
 from deepinfer.models.hybrid.layer_plan import HybridConfig
 from deepinfer.models.hybrid.loading import draw_weights
+from deepinfer.models.hybrid.loading import num_parameters as num_hybrid_parameters
 from deepinfer.models.hybrid.weights import HybridWeights
-from deepinfer.models.weights import Qwen3Weights, load_weights
+from deepinfer.models.weights import Qwen3Weights, load_weights, num_parameters
 from deepinfer.sizing import num_state_slots
 from deepinfer.state_slots import StatePool
 
@@ -39,11 +40,30 @@ def state_pool(model: Model, config: EngineConfig) -> StatePool | None:
 
 
 def load_model(model: Model, device: Device) -> Weights:
-    """Inside submitted work: the weights `model` names, on `device`. Raises as the loaders do."""
+    """Inside submitted work: the weights `model` names, on `device`.
+
+    Raises as the loaders do, and UserError if the device has less memory free than they need.
+    """
+    _check_weights_fit(model, device)
     if isinstance(model, HybridConfig):
         dtype: torch.dtype = getattr(torch, model.dtype)
         return draw_weights(model, dtype, device.torch_device)
     return load_weights(model, device)
+
+
+def _check_weights_fit(model: Model, device: Device) -> None:
+    """Asked for beforehand: see `cache_engine.check_pool_fits`."""
+    free, dtype = free_bytes(device), getattr(torch, model.dtype)
+    if isinstance(model, HybridConfig):
+        count = num_hybrid_parameters(model)
+    else:
+        count = num_parameters(model)
+    if free is not None and count * dtype.itemsize > free:
+        raise UserError(
+            f"out of memory for {count} weights of {model.dtype}: {gib(count * dtype.itemsize)} "
+            f"needed, {gib(free)} free on device {device.name!r}",
+            hint="a smaller model, or a smaller dtype",
+        )
 
 
 def check_fits(model: Model, config: EngineConfig, device: Device) -> None:

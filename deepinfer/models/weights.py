@@ -89,6 +89,14 @@ def load_weights(config: ModelConfig, device: Device) -> Qwen3Weights:
         return weights
 
 
+def num_parameters(config: ModelConfig) -> int:
+    """Of the network that `config` describes; nothing is made of it."""
+    meta = torch.device("meta")
+    return _assemble(
+        config, lambda name, shape: torch.empty(shape, device=meta), meta
+    ).num_parameters()
+
+
 def interleave(x: Tensor, head_dim: int) -> Tensor:
     """Reorder channels (i, i + head_dim / 2) of each head, in dimension 0, to (2i, 2i + 1)."""
     halves = x.reshape(-1, 2, head_dim // 2, *x.shape[1:])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from deepinfer.errors import UserError
 from deepinfer.hybrid_runner import HybridRunner
 from deepinfer.model_runner import ModelRunner
 from deepinfer.models.hybrid.layer_plan import v4_config
+from deepinfer.models.hybrid.loading import num_parameters as num_hybrid_parameters
+from deepinfer.models.weights import num_parameters
 from deepinfer.runners import Model, check_fits, load_model, make_runner
 from tests.deepinfer.step_plans import TINY
 from tests.hybrid_configs import v4_raw
@@ -42,3 +46,21 @@ def test_pools_beyond_memory_are_refused(model: Model, device: SteppedCpuDevice)
     check_fits(model, CONFIG, device)
     with pytest.raises(UserError, match="out of memory"):
         check_fits(model, EngineConfig(block_size=16, num_blocks=1 << 40), device)
+
+
+@pytest.mark.parametrize("model", [TINY, HYBRID])
+def test_weights_beyond_memory_are_refused(model: Model, device: SteppedCpuDevice) -> None:
+    """With both numbers, before one of them is made; the system would end the process."""
+    huge = replace(model, vocab_size=1 << 40)
+    with pytest.raises(UserError, match="out of memory for [0-9]+ weights of float32: .* needed"):
+        load_model(huge, device)
+
+
+@pytest.mark.parametrize(
+    ("model", "counted"), [(TINY, num_parameters), (HYBRID, num_hybrid_parameters)]
+)
+def test_weights_are_counted_without_being_made(
+    model: Model, counted: Callable[[Any], int], device: SteppedCpuDevice
+) -> None:
+    """As many as there are when they are made."""
+    assert counted(model) == load_model(model, device).num_parameters()

@@ -92,6 +92,11 @@ def draw_weights(
     return _build(config, get, lambda part: mapped(part, cast))
 
 
+def num_parameters(config: HybridConfig) -> int:
+    """Floating-point values of the network that `config` describes; nothing is made of it."""
+    return _build(config, lambda name, *shape: torch.empty(shape, device="meta")).num_parameters()
+
+
 def _tables(config: HybridConfig) -> dict[str, Tensor]:
     """What the Engram's rule gives, by name; empty without an Engram."""
     if config.engram is None:
