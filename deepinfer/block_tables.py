@@ -23,7 +23,8 @@ class BlockTables:
 
     Attributes:
         copies: of the step that is being planned.
-        waits: fences that its copies and writes must come behind (`ordered` only).
+        waits: fences that its copies and writes must come behind (`ordered` only), until they are
+            taken: also those of a step that came to nothing, whose blocks have owners.
     """
 
     def __init__(self, seqs: SequenceTable, blocks: BlockManager, release: ReleaseQueue) -> None:
@@ -36,7 +37,7 @@ class BlockTables:
 
     def begin_step(self) -> None:
         """A new step is being planned."""
-        self.copies, self.waits = StepCopies(), []
+        self.copies = StepCopies()
 
     def start(self, seq: Sequence, split: ForkSplit, num_blocks: int, num_reserved: int) -> int:
         """Give `seq` a row with `num_blocks` blocks, those that `split` shares among them.

@@ -250,11 +250,11 @@ class LLMEngine:
         started = self._reading()
         plan = self._plan()
         planned = self._reading()
+        for fence in self.scheduler.take_waits():  # without a plan, too: some who start only load
+            self._hold_streams(fence)
         if plan is None:
             return False
         self._checks.planned(plan)
-        for fence in self.scheduler.take_waits():
-            self._hold_streams(fence)
         self.worker.submit_copies(plan)
         copy_events = self._give_up_sources(plan)
         self._keep_states()

@@ -127,7 +127,14 @@ class Transfers:
     # -- loading ---------------------------------------------------------------------------------
 
     def begin(self, load: Load) -> None:
-        """Queue a load, as soon as all its bytes are in host memory."""
+        """Queue a load, as soon as all its bytes are in host memory.
+
+        Its stream waits at once for who had the blocks before: if the load is given up first,
+        nobody else knows any more that the next one must.
+        """
+        for fence in load.waits:
+            if not fence.passed and fence.event is not None:
+                self._load_stream.wait(fence.event)  # type: ignore[arg-type]
         self._fetching.append(load)
         self._submit_fetched()
 
@@ -190,8 +197,9 @@ class Transfers:
     # -- inside ----------------------------------------------------------------------------------
 
     def _save(self, save: Save, pool: EntryBytes, access: Access, name: str) -> Fence | None:
-        num_bytes = len(save.ids) * pool.bytes_per_item
-        handle = self._store.begin_save(save.key, save.parent, num_bytes)
+        num_bytes, is_state = len(save.ids) * pool.bytes_per_item, pool is self._states
+        # With steps ahead a state is kept before the blocks it continues are committed.
+        handle = self._store.begin_save(save.key, save.parent, num_bytes, on_demand=is_state)
         if handle is None:
             self.counters.num_refused_saves += self._store.lacks(save.key, save.parent)
             return None
@@ -240,9 +248,6 @@ class Transfers:
             self.counters.bytes_loaded += num_bytes
             self._came.append(load)
 
-        for fence in load.waits:
-            if not fence.passed and fence.event is not None:
-                self._load_stream.wait(fence.event)  # type: ignore[arg-type]
         with self._copying(self._load_stream, ended) as fence:
             for part in load.parts:
                 handle, pool = part.fetch.handle, self._pool(part)

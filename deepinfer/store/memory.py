@@ -158,7 +158,8 @@ class HostStore:
         there, because nobody would find it.
 
         Args:
-            on_demand: somebody waits for this very entry, so it needs no parent to be of use.
+            on_demand: it is of use without its parent: somebody waits for this very entry, or its
+                parent is saved next.
 
         Returns:
             The handle to fill its buffer by; None if the entry is there or being saved, if there is

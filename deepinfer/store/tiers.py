@@ -177,9 +177,11 @@ class TieredStore:
 
     # -- saving ----------------------------------------------------------------------------------
 
-    def begin_save(self, key: int, parent: int | None, num_bytes: int) -> Handle | None:
+    def begin_save(
+        self, key: int, parent: int | None, num_bytes: int, *, on_demand: bool = False
+    ) -> Handle | None:
         """As `HostStore.begin_save`. An entry that is being read counts as being saved."""
-        return self.host.begin_save(key, parent, num_bytes)
+        return self.host.begin_save(key, parent, num_bytes, on_demand=on_demand)
 
     def commit(self, handle: Handle) -> None:
         """As `HostStore.commit`; with a directory, the entry is to get a file, too."""

@@ -30,6 +30,7 @@ from deepinfer.models.hybrid.layers import (
     Pool,
     Record,
     linear_of,
+    linears_of,
     rms_norm,
     rotate_,
     wide,
@@ -47,6 +48,9 @@ from deepinfer.models.hybrid.weights import AttentionWeights
 Part = tuple[Tensor, Tensor]
 """Rows, and which of them are hidden from whom; see `softmax_over`."""
 PartsOf = Callable[[Tensor], list[Part]]
+
+FEW_QUERIES = 6
+"""Up to here the CPU is faster at rows times queries than the other way round."""
 
 
 @dataclass(slots=True)
@@ -75,34 +79,40 @@ class LayerAttention:
     ) -> None:
         self._config, self._layer, self._cache, self._rope = config, layer, cache, rope
         self._number = layer.index
-        self._wq_a, self._wq_b = linear_of(device, weights.wq_a), linear_of(device, weights.wq_b)
-        self._wkv, self._wo_b = linear_of(device, weights.wkv), linear_of(device, weights.wo_b)
         self._wo_a = weights.wo_a.view(config.o_groups, config.o_lora_rank, -1).mT
+        self._wo_b = linear_of(device, weights.wo_b)
         self._q_norm, self._kv_norm = weights.q_norm, weights.kv_norm
         self._sink = wide(weights.sink)
         self._scale = config.head_dim**-0.5
         self._rows = _Source(config, layer, weights, rope, cache, device)
-        self._selector = (
-            _Selector(config, layer, weights, cache, device) if layer.is_selector else None
-        )
+        self._selector = _Selector(config, layer, cache) if layer.is_selector else None
+        of_input = {"wq_a": weights.wq_a, "wkv": weights.wkv}
+        of_residual = {"wq_b": weights.wq_b}
+        of_input |= {kind: pool.weight for kind, pool in self._rows.pools.items()}
+        if self._selector is not None:
+            assert weights.indexer is not None
+            of_input["index_weights"] = weights.indexer.weights_proj
+            of_residual["index_wq_b"] = weights.indexer.wq_b
+        self._of_input = linears_of(device, of_input)
+        self._of_residual = linears_of(device, of_residual)
 
     def __call__(
         self, x: Tensor, layout: StepLayout, published: Published, record: Record | None
     ) -> Tensor:
         """[T, D] of `x` [T, D], the normalised input; the layer's rows are stored."""
         rope = self._rope.index_select(0, layout.positions)
-        q, residual = self._queries(x, rope)
-        kv = self._latent(x, rope)
-        self._rows.write(x, layout)
+        made = self._project(x)
+        q, kv = self._queries(made, rope), self._latent(made, rope)
+        self._rows.write(made, layout)
         if self._selector is not None:
-            self._selector.select(x, residual, rope, layout, published, record)
+            self._selector.select(made, rope, layout, published, record)
         return self._out(self._attend(q, kv, layout, published), rope)
 
     def keep(self, x: Tensor, layout: StepLayout) -> None:
         """Store the window rows of `x` [n, D], one of each of `layout.window`, without a query."""
         kept, cache = layout.window, self._cache
-        positions = layout.positions.index_select(0, kept.tokens)
-        kv = self._latent(x, self._rope.index_select(0, positions))
+        rope = self._rope.index_select(0, kept.of(layout.positions))
+        kv = self._latent(self._of_input(x), rope)
         cache.write_window(self._number, kept.slots, kept.rows, kv)
 
     def beside(self, x: Tensor, positions: Tensor, parts_of: PartsOf) -> Tensor:
@@ -113,27 +123,33 @@ class LayerAttention:
                 they would be read back.
         """
         rope = self._rope.index_select(0, positions)
-        q, _ = self._queries(x, rope)
-        parts = parts_of(self._cache.round_trip(WINDOW, self._latent(x, rope)))
+        made = self._project(x)
+        parts = parts_of(self._cache.round_trip(WINDOW, self._latent(made, rope)))
+        q = self._queries(made, rope)
         q = q.view(len(parts[0][0]), -1, *q.shape[1:])
         return self._out(softmax_over(q, parts, self._sink).flatten(0, 1), rope)
 
-    def _queries(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Scaled queries [T, H, dim], and what they are made of [T, q_lora_rank]."""
+    def _project(self, x: Tensor) -> dict[str, Tensor]:
+        """By name what is made of `x` [T, D] alone, and of its normed `wq_a` [T, q_lora_rank]."""
+        made = self._of_input(x)
+        residual = rms_norm(made["wq_a"], self._q_norm, self._config.rms_norm_eps)
+        return made | self._of_residual(residual)
+
+    def _queries(self, made: dict[str, Tensor], rope: Tensor) -> Tensor:
+        """Scaled queries [T, H, dim]."""
         config = self._config
-        residual = rms_norm(self._wq_a(x), self._q_norm, config.rms_norm_eps)
-        q = self._wq_b(residual).view(len(x), -1, config.head_dim)
+        q = made["wq_b"].view(len(rope), -1, config.head_dim)
         if config.family == V4:
             q = rms_norm(q, None, config.rms_norm_eps)
-        return rotate_(q, rope[:, None]).mul_(self._scale), residual
+        return rotate_(q, rope[:, None]).mul_(self._scale)
 
-    def _latent(self, x: Tensor, rope: Tensor) -> Tensor:
+    def _latent(self, made: dict[str, Tensor], rope: Tensor) -> Tensor:
         """Window rows [T, dim], not rounded yet."""
-        return rotate_(rms_norm(self._wkv(x), self._kv_norm, self._config.rms_norm_eps), rope)
+        return rotate_(rms_norm(made["wkv"], self._kv_norm, self._config.rms_norm_eps), rope)
 
     def _out(self, out: Tensor, rope: Tensor) -> Tensor:
         """[T, D] of what was read, [T, H, dim]."""
-        rotate_(out, rope[:, None].conj())
+        rotate_(out, rope[:, None].conj_physical())
         grouped = out.view(len(out), self._config.o_groups, -1).transpose(0, 1)
         lora = torch.bmm(grouped, self._wo_a).transpose(0, 1).flatten(1)
         return self._wo_b(lora)
@@ -146,21 +162,27 @@ class LayerAttention:
             for tile in layout.tiles
             if tile.ring is not None and tile.ring.before
         }
-        cache.write_window(number, kept.slots, kept.rows, kv.index_select(0, kept.tokens))
-        own = None
-        out = torch.empty_like(q)
-        for tile in layout.tiles:
+        cache.write_window(number, kept.slots, kept.rows, kept.of(kv))
+        has_own = any(tile.own is not None for tile in layout.tiles)
+        own = cache.round_trip(WINDOW, kv) if has_own else kv
+
+        def read(tile: Tile) -> Tensor:
             parts = []
             if tile.ring is not None:
                 ring = before.get(tile)
                 ring = cache.read_window(number, tile.slots) if ring is None else ring
                 parts.append((ring, tile.ring.hidden))
             if tile.own is not None:
-                own = cache.round_trip(WINDOW, kv) if own is None else own
                 rows = own[tile.own.tokens].view(tile.num_seqs, -1, own.shape[1])
                 parts.append((rows, tile.own.hidden))
             parts += self._compressed(tile, published)
-            out[tile.tokens] = softmax_over(tile.of(q), parts, self._sink).flatten(0, 1)
+            return softmax_over(tile.of(q), parts, self._sink).flatten(0, 1)
+
+        if len(layout.tiles) == 1:  # it has all tokens, in their order
+            return read(layout.tiles[0])
+        out = torch.empty_like(q)
+        for tile in layout.tiles:
+            out[tile.tokens] = read(tile)
         return out
 
     def _compressed(self, tile: Tile, published: Published) -> list[tuple[Tensor, Tensor]]:
@@ -193,22 +215,36 @@ def softmax_over(q: Tensor, parts: list[tuple[Tensor, Tensor]], sink: Tensor) ->
     """
     scores = []
     for rows, hidden in parts:
-        dots = torch.bmm(q.reshape(len(rows), -1, q.shape[-1]), rows.mT)
-        dots = wide(dots).view(*q.shape[:3], -1)
-        scores.append(dots.masked_fill_(hidden, -torch.inf))
+        dots = wide(_dots(q.reshape(len(rows), -1, q.shape[-1]), rows))
+        scores.append(dots.view(*q.shape[:3], -1).masked_fill_(hidden, -torch.inf))
     scores.append(sink[:, None].expand(*q.shape[:3], 1))
     weights = torch.cat(scores, -1).softmax(-1).to(q.dtype)
-    total, begin = torch.zeros_like(q), 0
+    total, begin = None, 0
     for rows, _ in parts:
         end = begin + rows.shape[1]
         part = weights[..., begin:end].reshape(len(rows), -1, rows.shape[1])
-        total += torch.bmm(part, rows).view(q.shape)
+        if total is None:
+            total = torch.bmm(part, rows)
+        else:
+            total = total.view(len(rows), -1, q.shape[-1]).baddbmm_(part, rows)
         begin = end
-    return total
+    assert total is not None
+    return total.view(q.shape)
+
+
+def _dots(q: Tensor, rows: Tensor) -> Tensor:
+    """[n, m, L] of `q` [n, m, dim] and `rows` [n, L, dim]."""
+    if q.shape[1] <= FEW_QUERIES:
+        return torch.bmm(rows, q.mT).mT
+    return torch.bmm(q, rows.mT)
 
 
 class _Source:
-    """Makes and stores a layer's compressed rows and index keys, if it is a source."""
+    """Makes and stores a layer's compressed rows and index keys, if it is a source.
+
+    Attributes:
+        pools: by the kind of region that keeps their open groups; none if it is no source.
+    """
 
     def __init__(
         self,
@@ -221,11 +257,12 @@ class _Source:
     ) -> None:
         self._layer, self._cache, self._rope = layer, cache, rope
         self._eps = config.rms_norm_eps
-        self._pool = self._key_pool = self._wk = self._k_norm = None
+        self._wk = self._k_norm = None
+        self.pools: dict[str, Pool] = {}
         if layer.compressor is None:
             return
         assert weights.compressor is not None
-        self._pool = Pool(layer.compressor, weights.compressor, self._eps, device)
+        self.pools[OPEN] = Pool(layer.compressor, weights.compressor, self._eps)
         if layer.index_keys is not None:
             assert weights.indexer is not None
             self._k_norm = weights.indexer.k_norm
@@ -233,21 +270,24 @@ class _Source:
                 self._wk = linear_of(device, weights.indexer.wk)
             if weights.indexer.compressor is not None:
                 keys = weights.indexer.compressor
-                self._key_pool = Pool(layer.compressor, keys, self._eps, device)
+                self.pools[OPEN_INDEX] = Pool(layer.compressor, keys, self._eps)
 
-    def write(self, x: Tensor, layout: StepLayout) -> None:
-        """Store the rows whose last token is in the step, and what later rows will need."""
-        if self._pool is None:
+    def write(self, made: dict[str, Tensor], layout: StepLayout) -> None:
+        """Store the rows whose last token is in the step, and what later rows will need.
+
+        Args:
+            made: the tokens' projections, each pool's by its kind.
+        """
+        if self._layer.compressor is None:
             return
-        assert self._layer.compressor is not None
         closing = layout.closings[self._layer.compressor]
-        number = self._layer.index
-        latent = self._pooled(self._pool, OPEN, x, closing)
-        keys = None
-        if self._key_pool is not None:
-            keys = self._pooled(self._key_pool, OPEN_INDEX, x, closing)
+        pooled = {
+            kind: self._pooled(pool, kind, made[kind], closing) for kind, pool in self.pools.items()
+        }
+        latent, keys = pooled[OPEN], pooled.get(OPEN_INDEX)
         if latent is None:
             return
+        number = self._layer.index
         if self._wk is not None:
             keys = rms_norm(self._wk(latent), self._k_norm, self._eps)
         rope = self._rope.index_select(0, closing.positions)
@@ -255,9 +295,9 @@ class _Source:
             self._cache.write_rows(INDEX, number, closing.rows, rotate_(keys, rope))
         self._cache.write_rows(COMPRESSED, number, closing.rows, rotate_(latent, rope))
 
-    def _pooled(self, pool: Pool, kind: str, x: Tensor, closing: Closing) -> Tensor | None:
+    def _pooled(self, pool: Pool, kind: str, projected: Tensor, closing: Closing) -> Tensor | None:
         """The rows [C, dim] that close; None if none does. The step's projections are kept."""
-        projected = pool.project(x, closing.phases)
+        projected = pool.biased(projected, closing.phases)
         if closing.members is None:
             return pool.pool(projected, None)
         open_rows = self._cache.region(kind, self._layer.index)
@@ -267,33 +307,21 @@ class _Source:
             rows = pool.pool(members, closing.members.missing)
         kept = closing.kept
         assert kept is not None
-        values = projected.index_select(0, kept.tokens)
-        open_rows[kept.slots, kept.rows] = values.to(open_rows.dtype)
+        open_rows[kept.slots, kept.rows] = kept.of(projected).to(open_rows.dtype)
         return rows
 
 
 class _Selector:
     """Scores the rows of a layer's source for each query, and selects."""
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        layer: Layer,
-        weights: AttentionWeights,
-        cache: HybridCache,
-        device: Device,
-    ) -> None:
-        assert weights.indexer is not None
+    def __init__(self, config: HybridConfig, layer: Layer, cache: HybridCache) -> None:
         self._config, self._layer, self._cache = config, layer, cache
-        self._wq_b = linear_of(device, weights.indexer.wq_b)
-        self._weights = linear_of(device, weights.indexer.weights_proj)
         self._scale = (config.index_n_heads * config.index_head_dim) ** -0.5
         self._quantises = config.qat or config.cache == "packed"
 
     def select(
         self,
-        x: Tensor,
-        residual: Tensor,
+        made: dict[str, Tensor],
         rope: Tensor,
         layout: StepLayout,
         published: Published,
@@ -302,16 +330,15 @@ class _Selector:
         """Publish the selection of every tile, and the candidates if the layer is to.
 
         Args:
-            x: [T, D].
-            residual: [T, q_lora_rank], what the queries are made of.
+            made: the tokens' projections, of which it is given `index_wq_b` and `index_weights`.
             rope: complex [T, r], of the step's positions.
         """
         config, layer = self._config, self._layer
-        queries = self._wq_b(residual).view(len(x), -1, config.index_head_dim)
+        queries = made["index_wq_b"].view(len(rope), -1, config.index_head_dim)
         rotate_(queries, rope[:, None])
         if self._quantises:
             queries = quantise(INDEX, queries)
-        weights = wide(self._weights(x)) * self._scale
+        weights = wide(made["index_weights"]) * self._scale
         for tile in layout.tiles:
             seen = tile.rows.get(layer.ratio)
             if seen is None:
@@ -337,4 +364,4 @@ class _Selector:
         rows = best_rows(scores, self._config.index_topk)
         if tile.num_queries * rows.shape[-1] >= seen.num_rows:
             return Selection(rows, None, hidden_but(rows, seen.num_rows))
-        return Selection(rows, seen.places(rows).flatten(0, 1), (rows < 0)[:, :, None])
+        return Selection(rows, seen.places_of(rows).flatten(0, 1), (rows < 0)[:, :, None])

@@ -132,10 +132,10 @@ class _Mtp:
         assert taps.streams is not None
         streams, stored = taps.streams.flatten(1), self._cache.region(STREAMS)
         behind = before.gather(streams, stored)
-        token_ids = layout.token_ids.index_select(0, layout.window.tokens)
+        token_ids = layout.window.of(layout.token_ids)
         x = self._layer.attention_input(self._pair(token_ids, behind))
         self._layer.attention.keep(x, layout)
-        stored[kept.slots, kept.rows] = streams.index_select(0, kept.tokens)
+        stored[kept.slots, kept.rows] = kept.of(streams)
 
     def propose(
         self, slots: Tensor, token_ids: Tensor, positions: Tensor, num_drafts: int
@@ -207,8 +207,7 @@ class _DSpark:
 
     def write(self, layout: StepLayout, taps: Taps) -> None:
         """See `Drafting`."""
-        tokens = layout.window.tokens
-        inputs = torch.cat([x.index_select(0, tokens) for x in taps.inputs], 1)
+        inputs = torch.cat([layout.window.of(x) for x in taps.inputs], 1)
         x = rms_norm(self._main_proj(inputs), self._weights.main_norm, self._eps)
         for layer in self._layers:
             layer.attention.keep(x, layout)

@@ -1,6 +1,6 @@
 """The parts of a hybrid network that work token by token, and the pooling of compressed rows.
 
-Rotary embedding, hyper-connections, mixture of experts, Engram, compressor. Arithmetic is in
+Rotary embedding, hyper-connections, Engram, compressor. Arithmetic is in
 float32 where the model says so, and in float64 throughout if the weights are float64 (`wide`).
 
 Knows nothing of blocks, rings or steps' layouts. Invariant: what a token gets depends on its own
@@ -10,7 +10,7 @@ row, or on the rows it is given, alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +18,14 @@ from torch import Tensor
 
 from deepinfer.device.base import Device
 from deepinfer.models.hybrid.layer_plan import Compressor, HybridConfig, Yarn
-from deepinfer.models.hybrid.selection import top_indices
 from deepinfer.models.hybrid.weights import (
     CompressorWeights,
     EngramWeights,
     MixWeights,
-    MoeWeights,
 )
 
 Linear = Callable[[Tensor], Tensor]
+Linears = Callable[[Tensor], dict[str, Tensor]]
 Record = Callable[[str, "slice | Tensor", Tensor], None]
 """Takes a name, which of the step's tokens, and a value of each of these; for tests."""
 
@@ -49,9 +48,29 @@ def linear_of(device: Device, weight: Tensor) -> Linear:
     return linear
 
 
+def linears_of(device: Device, weights: Mapping[str, Tensor]) -> Linears:
+    """`linear_of` of each weight, by name, for one input: those of a dtype are one product.
+
+    The results are parts of its rows, contiguous in their last dimension alone.
+    """
+    products = []
+    for dtype in dict.fromkeys(weight.dtype for weight in weights.values()):
+        some = {name: weight for name, weight in weights.items() if weight.dtype == dtype}
+        sizes = [len(weight) for weight in some.values()]
+        products.append((list(some), sizes, linear_of(device, torch.cat(list(some.values())))))
+
+    def linears(x: Tensor) -> dict[str, Tensor]:
+        results: dict[str, Tensor] = {}
+        for names, sizes, product in products:
+            results |= zip(names, torch.split(product(x), sizes, 1), strict=True)
+        return results
+
+    return linears
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x * rsqrt(mean(x^2) + eps) [* weight] over the last dimension."""
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return torch.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 # -- rotary embedding ----------------------------------------------------------------------------
@@ -166,57 +185,6 @@ def expand(streams: Tensor, post: Tensor, comb: Tensor, y: Tensor) -> Tensor:
     return torch.addcmul(mixed, post[..., None], wide(y)[:, None]).to(streams.dtype)
 
 
-# -- mixture of experts --------------------------------------------------------------------------
-
-
-class Moe:
-    """k routed experts of each token, and the shared one."""
-
-    def __init__(self, config: HybridConfig, weights: MoeWeights, device: Device) -> None:
-        self._router = linear_of(device, weights.router)
-        self._bias, self._tid2eid = weights.bias, weights.tid2eid
-        self._num_chosen = config.num_experts_per_tok
-        self._scaling, self._limit = config.routed_scaling_factor, config.swiglu_limit
-        # The shared expert is one more, which every token has with weight 1.
-        gates = [*weights.w1, weights.shared_w1]
-        ups, downs = [*weights.w3, weights.shared_w3], [*weights.w2, weights.shared_w2]
-        pairs = zip(gates, ups, strict=True)
-        self._gate_up = [device.linear(torch.cat(pair)) for pair in pairs]
-        self._down = [device.linear(weight.contiguous()) for weight in downs]
-
-    def __call__(self, x: Tensor, token_ids: Tensor, record: Record | None) -> Tensor:
-        """[T, D] of `x` [T, D]; `token_ids` int64 [T] choose the experts where a table does."""
-        experts, weights = self._route(x, token_ids)
-        if record is not None:
-            record("experts", ALL, experts)
-            record("expert_weights", ALL, weights)
-        order = experts.flatten().argsort(stable=True)
-        counts = torch.bincount(experts.flatten(), minlength=len(self._down) - 1).tolist()
-        counts.append(len(x))
-        tokens = torch.cat((order // experts.shape[1], torch.arange(len(x), device=x.device)))
-        gains = torch.cat((weights.flatten()[order], weights.new_ones(len(x))))
-        parts = torch.split(x.index_select(0, tokens), counts)
-        used = [number for number, count in enumerate(counts) if count]
-        gate_up = torch.cat([self._gate_up[number](parts[number]) for number in used])
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = wide(gate.clamp(max=self._limit)), wide(up.clamp(-self._limit, self._limit))
-        inner = torch.split(F.silu(gate).mul_(up).mul_(gains[:, None]).to(x.dtype), counts)
-        out = torch.cat([self._down[number](inner[number]) for number in used])
-        total = torch.zeros_like(wide(x)).index_add_(0, tokens, wide(out))
-        return total.to(x.dtype)
-
-    def _route(self, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts int64 [T, k], and their weights [T, k]."""
-        scores = F.softplus(wide(self._router(x))).sqrt()
-        if self._tid2eid is not None:
-            experts = self._tid2eid.index_select(0, token_ids)
-        else:
-            assert self._bias is not None
-            experts = top_indices(scores + self._bias, self._num_chosen)
-        chosen = scores.gather(1, experts)
-        return experts, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * self._scaling
-
-
 # -- Engram --------------------------------------------------------------------------------------
 
 
@@ -263,30 +231,31 @@ class EngramLayer:
 
 
 class Pool:
-    """How the projections of a group's tokens become one normalised row of `dim` elements."""
+    """How the projections of a group's tokens become one normalised row of `dim` elements.
 
-    def __init__(
-        self, plan: Compressor, weights: CompressorWeights, eps: float, device: Device
-    ) -> None:
+    Attributes:
+        weight: [kv | gate, D], of the projection.
+    """
+
+    def __init__(self, plan: Compressor, weights: CompressorWeights, eps: float) -> None:
         self._plan = plan
         self._norm, self._eps = weights.norm, eps
         self._dtype = weights.wkv.dtype
         self._bias = None
         if weights.wgate is None:
-            self._project = linear_of(device, weights.wkv)
+            self.weight = weights.wkv
             return
         # Gated pools are projected, kept and summed in at least float32.
-        self._project = linear_of(device, wide(torch.cat((weights.wkv, weights.wgate))))
+        self.weight = wide(torch.cat((weights.wkv, weights.wgate)))
         if weights.bias is not None:
             bias = wide(weights.bias)
             self._bias = torch.cat((torch.zeros_like(bias), bias), 1)
 
-    def project(self, x: Tensor, phases: Tensor) -> Tensor:
-        """Of each token what its groups pool: [T, kv | gate] of `x` [T, D].
+    def biased(self, projected: Tensor, phases: Tensor) -> Tensor:
+        """Of each token what its groups pool, [T, kv | gate], of its projection.
 
         `phases` int64 [T]: place of the token in its group, of the gate's bias.
         """
-        projected = self._project(x)
         if self._bias is not None:
             projected = projected + self._bias.index_select(0, phases)
         return projected

@@ -22,6 +22,7 @@ from deepinfer.config import MAX_DRAFTS
 from deepinfer.device.base import Device
 from deepinfer.models.hybrid.attention import LayerAttention, Published
 from deepinfer.models.hybrid.cache import HybridCache
+from deepinfer.models.hybrid.experts import Moe
 from deepinfer.models.hybrid.geometry import IDS
 from deepinfer.models.hybrid.layer_plan import HybridConfig, Layer
 from deepinfer.models.hybrid.layers import (
@@ -30,7 +31,6 @@ from deepinfer.models.hybrid.layers import (
     HeadMix,
     Linear,
     Mix,
-    Moe,
     Record,
     collapse,
     expand,
@@ -142,7 +142,7 @@ class HybridNetwork:
         ids = layout.ids.gather(own[:, None], stored)[:, 0]
         if layout.ids.missing is not None:
             ids[layout.ids.missing] = token_map[engram.pad_id]
-        stored[kept.slots, kept.rows, 0] = own.index_select(0, kept.tokens)
+        stored[kept.slots, kept.rows, 0] = kept.of(own)
         return ids.view(len(own), -1)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LOW_32 = 0xFFFFFFFF
+_FEW = 64  # numbers that are sorted faster than they are made keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,15 @@ def top_indices(scores: Tensor, k: int) -> Tensor:
 
     In order of score. `k` is at most the size.
     """
-    if scores.dtype != torch.float32:
+    size = scores.shape[-1]
+    if scores.dtype != torch.float32 or size <= _FEW:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     # One integer per score, of which no two are equal: its bits, made to order like the number
-    # (adding 0 turns -0 into 0), above the complement of its index. `topk` is 10 to 20 times as
-    # fast as a stable sort, and does not say which of equal numbers it takes.
+    # (adding 0 turns -0 into 0), times 2^32, less its index. `topk` is 10 to 20 times as fast as a
+    # stable sort of many, and does not say which of equal numbers it takes.
     bits = (scores + 0.0).view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    complement = _LOW_32 - torch.arange(scores.shape[-1], device=scores.device)
-    keys = (ordered.long() << 32) + complement
+    bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
+    keys = (bits.long() << 32).sub_(torch.arange(size, device=scores.device))
     return keys.topk(k, dim=-1).indices
 
 

@@ -12,11 +12,11 @@ from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.models.hybrid.layer_plan import Compressor, Yarn, v41_config
 from deepinfer.models.hybrid.layers import (
     Mix,
-    Moe,
     Pool,
     collapse,
     expand,
     frequencies,
+    linears_of,
     rope_table,
     rotate_,
 )
@@ -89,16 +89,18 @@ def test_mix_is_nearly_doubly_stochastic(device: SteppedCpuDevice) -> None:
     )
 
 
-def test_experts_of_a_token_do_not_depend_on_its_batch(device: SteppedCpuDevice) -> None:
-    """Each token alone gets what it gets among others, and experts without tokens cost nothing."""
-    moe = Moe(CONFIG, WEIGHTS.moe, device)
-    x, ids = torch.randn(9, CONFIG.hidden_size), torch.arange(9)
-    together = moe(x, ids, None)
-    for i in range(9):
-        torch.testing.assert_close(moe(x[i : i + 1], ids[i : i + 1], None)[0], together[i])
+def test_products_of_one_input_are_computed_together(device: SteppedCpuDevice) -> None:
+    """Each by its name what it is alone, in the weight's own dtype."""
+    shapes = {"a": (3, torch.float32), "b": (5, torch.float64), "c": (2, torch.float32)}
+    weights = {name: torch.randn(num, 4, dtype=dtype) for name, (num, dtype) in shapes.items()}
+    x = torch.randn(6, 4)
+    made = linears_of(device, weights)(x)
+    assert made.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(made[name], x.to(weight.dtype) @ weight.T)
 
 
-def test_overlapping_pool_takes_one_series_of_each_group(device: SteppedCpuDevice) -> None:
+def test_overlapping_pool_takes_one_series_of_each_group() -> None:
     """First series of the group before, second of the group itself; missing tokens have no
     weight."""
     plan = Compressor(2, gated=True, overlap=True, position_bias=True)
@@ -112,9 +114,8 @@ def test_overlapping_pool_takes_one_series_of_each_group(device: SteppedCpuDevic
             norm=torch.ones(dim),
         ),
         1e-20,
-        device,
     )
-    members = pool.project(torch.randn(4, 5), torch.tensor([0, 1, 0, 1]))
+    members = pool.biased(torch.randn(4, 5) @ pool.weight.T, torch.tensor([0, 1, 0, 1]))
     for missing in (None, torch.tensor([0, 1])):
         kv, gate = members[:, : 2 * dim], members[:, 2 * dim :]
         kv = torch.cat([kv[:2, :dim], kv[2:, dim:]])

@@ -16,14 +16,15 @@ from deepinfer.models.hybrid.selection import (
 INF = float("inf")
 
 
-def test_top_indices_are_those_of_a_stable_sort() -> None:
+@pytest.mark.parametrize("size", [40, 200])
+def test_top_indices_are_those_of_a_stable_sort(size: int) -> None:
     """Also among many equal scores, negative ones, both zeros and infinities."""
     generator = torch.Generator().manual_seed(0)
-    scores = torch.randint(-3, 4, (50, 40), generator=generator).float() / 2
-    scores[torch.rand(50, 40, generator=generator) < 0.1] = -0.0
-    scores[torch.rand(50, 40, generator=generator) < 0.1] = -INF
+    scores = torch.randint(-3, 4, (50, size), generator=generator).float() / 2
+    scores[torch.rand(50, size, generator=generator) < 0.1] = -0.0
+    scores[torch.rand(50, size, generator=generator) < 0.1] = -INF
     scores[:5, 7] = INF
-    for k in (1, 7, 40):
+    for k in (1, 7, size):
         expected = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         assert torch.equal(top_indices(scores, k), expected)
         assert torch.equal(top_indices(scores.double(), k), expected)
