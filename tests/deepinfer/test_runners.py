@@ -52,7 +52,7 @@ def test_pools_beyond_memory_are_refused(model: Model, device: SteppedCpuDevice)
 def test_weights_beyond_memory_are_refused(model: Model, device: SteppedCpuDevice) -> None:
     """With both numbers, before one of them is made; the system would end the process."""
     huge = replace(model, vocab_size=1 << 40)
-    with pytest.raises(UserError, match="out of memory for [0-9]+ weights of float32: .* needed"):
+    with pytest.raises(UserError, match=r"out of memory for \d+ weights of float32: .* needed"):
         load_model(huge, device)
 
 
