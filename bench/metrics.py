@@ -307,9 +307,11 @@ def _counter_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
 
 def _store_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
     """Of rounds with a store; medians over them, and of the shares too."""
+    kept = [r for r in rounds if "num_loads" in r.counters]
 
     def median_of(name: str, of_round: Callable[[RoundRecord], float | None]) -> Metric:
-        kept = [r for r in rounds if "num_loads" in r.counters]
+        if not kept:
+            return Metric(None, "no store")
         return _over_rounds(stats.median, (of_round(r) for r in kept), name)
 
     def share(part: float | None, whole: float | None) -> float | None:

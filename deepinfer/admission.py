@@ -118,7 +118,7 @@ class Admission:
         held, reuse = self._held, self._reuse
         reserved, split, found = self._reservation(seq), self._split(seq), self._find(seq)
         hits = found.hits
-        if not held.release.make_room(self._num_new(reserved, split, hits)):
+        if not self._make_room(reserved, split, hits):
             held.counters.num_later_blocks += 1
             return False
         pools = [pool for pool in held.slots if not pool.holds_one(seq)]
@@ -135,6 +135,7 @@ class Admission:
             held.counters.num_hit_blocks += len(hits)
         self._tables.start(seq, split, reserved, reserved if keeps_reserve else 0)
         held.waiting.remove(seq)
+        held.admitted(seq)
         load = None
         if self._store is not None:
             load = self._store.begin(seq, found, self._tables.waits[num_waits:])
@@ -162,6 +163,19 @@ class Admission:
         """What a waiting request need not compute: published by others, or kept in the store."""
         hits = NO_BLOCKS if self._reuse is None else self._reuse.match(seq)
         return Found(hits) if self._store is None else self._store.match(seq, hits)
+
+    def _make_room(self, reserved: int, split: ForkSplit, hits: Int32) -> bool:
+        """Whether the blocks that a request takes are free now, after the policy had a look.
+
+        A look may free hits that were withheld, and they are taken from the free list then: they
+        count only from there on.
+        """
+        counted = -1
+        while counted != (count := self._num_new(reserved, split, hits)):
+            if not self._held.release.make_room(count):
+                return False
+            counted = count
+        return True
 
     def _num_new(self, reserved: int, split: ForkSplit, hits: Int32) -> int:
         """Free blocks that a request takes: new ones, and hits that nobody owns."""

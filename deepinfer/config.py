@@ -122,6 +122,8 @@ class EngineConfig:
 
     def _check_store(self) -> None:
         directory, num_bytes = self.store_directory, self.store_directory_bytes
+        if directory is not None and not isinstance(directory, Path):
+            raise UserError(f"store_directory: {directory!r}; expected a pathlib.Path, or None")
         if directory is not None and not self.store_bytes:
             raise UserError(
                 f"store_directory: {directory} is for a store, and store_bytes is 0",

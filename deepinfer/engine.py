@@ -339,10 +339,12 @@ class LLMEngine:
 
     def close(self) -> None:
         """Let go of the device if the engine opened it, and of the store."""
-        if self._owns_device:
-            self.device.close()
-        if self.store is not None:
-            self.store.close()
+        try:
+            if self._owns_device:
+                self.device.close()
+        finally:
+            if self.store is not None:
+                self.store.close()
 
     def __enter__(self) -> LLMEngine:
         return self

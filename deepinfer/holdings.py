@@ -65,6 +65,7 @@ class Holdings:
         self.loading: list[Load] = []
         self.in_flight: Fence | None = None
         self._prefix_tags = prefix_tags
+        self._num_admitted = 0
 
     @property
     def slots(self) -> list[Slots]:
@@ -95,10 +96,17 @@ class Holdings:
         seq.num_preemptions += 1
         self.waiting.add(seq)
 
+    def admitted(self, seq: Sequence) -> None:
+        """A request got its row, after all others that have one."""
+        seq.admission = self._num_admitted
+        self._num_admitted += 1
+
     def loaded(self, load: Load) -> None:
-        """A load has come: its request runs."""
+        """A load has come: its request runs, in the place that its admission gives it."""
         self.loading.remove(load)
-        self.running = np.append(self.running, load.seq.row)
+        seqs = self.seqs
+        before = [seqs.at(row).admission < load.seq.admission for row in self.running.tolist()]
+        self.running = np.insert(self.running, sum(before), load.seq.row)
 
     def load_failed(self, load: Load) -> None:
         """A load came to nothing: its request waits again, in its old place."""

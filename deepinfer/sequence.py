@@ -87,6 +87,7 @@ class Sequence:
         num_written_tokens: how far the state that a fork takes over was ever written.
         state_id: its state slot; 0 = none.
         draft_slot: its draft slot; 0 = none.
+        admission: position in the order in which rows were given.
         num_preemptions: times its blocks were taken back.
         num_failed_loads: times the store did not have what it had promised.
         block_keys: of its first full blocks, where blocks are found by what they hold.
@@ -104,6 +105,7 @@ class Sequence:
     num_written_tokens: int = 0
     state_id: int = 0
     draft_slot: int = 0
+    admission: int = -1
     num_preemptions: int = 0
     num_failed_loads: int = 0
     block_keys: list[int] = field(default_factory=list)
@@ -256,8 +258,12 @@ class SequenceTable:
 
     def state_end(self, row: int) -> int:
         """How far the state of a row will ever have been written once nothing is in flight."""
-        end = self.num_computed_tokens[row] + self.num_in_flight_tokens[row]
-        return max(int(end), int(self.num_written_tokens[row]))
+        return int(self.state_ends(np.array([row], np.intp))[0])
+
+    def state_ends(self, rows: Rows) -> Int32:
+        """The same of each row, int32 [n]."""
+        ends: Int32 = self.num_computed_tokens[rows] + self.num_in_flight_tokens[rows]
+        return np.maximum(ends, self.num_written_tokens[rows])
 
     def num_sure_tokens(self, rows: Rows) -> Int32:
         """Tokens each row has at least when nothing is in flight any more, int32 [n].

@@ -155,32 +155,36 @@ class StoreReuse:
         Where requests have state, hits end where a state is kept.
         """
         size = self._seqs.block_size
-        in_pool = Found(hits, (), len(hits) * size)
         if len(seq.forked_table) or seq.num_failed_loads >= MAX_FAILED_LOADS:
-            return in_pool if self._states is None else Found(hits[:0])
+            return Found(hits if self._states is None else hits[:0])
         keys = block_keys(seq.block_keys, seq.token_ids, (seq.num_tokens - 1) // size, size)
-        kept: list[Segment] = []
-        best = in_pool if self._states is None else Found(hits[:0])
-        for segment in segments(keys, size):
-            if segment.end_block > len(hits):
-                if not self._store.has(segment.key, segment.parent):
-                    break
-                kept.append(segment)
-            if self._states is None or self._store.has(state_key(segment.key), segment.key):
-                num_tokens = segment.end_block * size
-                if num_tokens > best.num_tokens:
-                    best = Found(hits[: segment.end_block], tuple(kept), num_tokens)
-        return best
+        whole = segments(keys, size)
+        num_whole = 0
+        for segment in whole:
+            if segment.end_block > len(hits) and not self._store.has(segment.key, segment.parent):
+                break
+            num_whole += 1
+        if self._states is not None:
+            while num_whole and not self._has_state(whole[num_whole - 1]):
+                num_whole -= 1
+            hits = hits[: whole[num_whole - 1].end_block if num_whole else 0]
+        to_load = tuple(s for s in whole[:num_whole] if s.end_block > len(hits))
+        end = whole[num_whole - 1].end_block if num_whole else 0
+        return Found(hits, to_load, max(end, len(hits)) * size)
 
     def begin(self, seq: Sequence, found: Found, waits: list[Fence]) -> Load | None:
         """Hold the entries for a request that has its row; None if it needs none."""
         row, size = seq.row, self._seqs.block_size
         self._seen.blocks[row] = self._seen.state[row] = 0
-        parts = []
+        parts, num_tokens = [], found.num_tokens
         for segment in found.segments:
-            first = max(segment.first_block, len(found.hits))
-            ids = self._seqs.block_tables[row, first : segment.end_block].copy()
             fetch = self._store.open(segment.key, segment.parent)
+            first = max(segment.first_block, len(found.hits))
+            if self._states is None and fetch.ready and fetch.handle is None:
+                fetch.close()  # no room to read it: what comes before it is of use by itself
+                num_tokens = first * size
+                break
+            ids = self._seqs.block_tables[row, first : segment.end_block].copy()
             parts.append(LoadPart(fetch, ids, first - segment.first_block))
         if self._states is not None and found.num_tokens:
             last = seq.block_keys[found.num_tokens // size - 1]
@@ -191,7 +195,7 @@ class StoreReuse:
         if self._states is not None:  # rows without the state behind them are nothing to go on from
             self._seqs.num_computed_tokens[row] = 0
         self.counters.num_loads += 1
-        return Load(seq, found.num_tokens, len(found.hits) * size, parts, waits)
+        return Load(seq, num_tokens, len(found.hits) * size, parts, waits)
 
     def done(self, load: Load) -> None:
         """A load has come: its request has the rows of `load.num_tokens` tokens."""
@@ -236,10 +240,8 @@ class StoreReuse:
         sure = ahead.num_computed_tokens - unsure
         ends = np.minimum(sure, seqs.num_tokens[rows])
         boundaries = ends - ends % self.segment_tokens
-        written = np.maximum(ahead.num_computed_tokens, seqs.num_written_tokens[rows])
-        due = (boundaries > self._seen.state[rows]) & (
-            written - boundaries <= self._states.max_rewind
-        )
+        num_behind = seqs.state_ends(rows) - boundaries  # that a state there has gone on
+        due = (boundaries > self._seen.state[rows]) & (num_behind <= self._states.max_rewind)
         saves = []
         for index in np.flatnonzero(due).tolist():
             row, boundary = int(rows[index]), int(boundaries[index])
@@ -255,7 +257,7 @@ class StoreReuse:
         ends = self._seqs.num_computed_tokens[rows] // self.segment_tokens * self.segment_tokens
         for index in np.flatnonzero(ends > self._seen.blocks[rows]).tolist():
             row = int(rows[index])
-            for segment in self._missing(row, int(ends[index])):
+            for segment in self._missing(row, int(self._seen.blocks[row]), int(ends[index])):
                 ids = self._seqs.block_tables[row, segment.first_block : segment.end_block].copy()
                 self._blocks.pin(ids)
                 if self._release.observer is not None:
@@ -270,12 +272,16 @@ class StoreReuse:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _missing(self, row: int, num_tokens: int) -> Iterator[Segment]:
+    def _has_state(self, segment: Segment) -> bool:
+        return self._store.has(state_key(segment.key), segment.key)
+
+    def _missing(self, row: int, first: int, num_tokens: int) -> Iterator[Segment]:
+        """What is not kept of the segments between two places of a row."""
         size = self._seqs.block_size
         own_keys = self._seqs.at(row).block_keys
         keys = block_keys(own_keys, self._seqs.token_ids[row], num_tokens // size, size)
         asked = {save.key for save in self.saves}
-        for segment in segments(keys, size):
+        for segment in segments(keys, size)[first // self.segment_tokens :]:
             if segment.key not in asked and self._store.lacks(segment.key, segment.parent):
                 yield segment
 

@@ -21,10 +21,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import psutil
 
+from deepinfer.cache_engine import gib
 from deepinfer.config import EngineConfig
 from deepinfer.device.base import Device, Event, Stream
 from deepinfer.entry_bytes import Bytes, EntryBytes
+from deepinfer.errors import UserError
 from deepinfer.observer import BUFFER, KV, STATE, Access
 from deepinfer.plan import Int32
 from deepinfer.release import NO_STEP, Fence, ReleaseQueue
@@ -53,6 +56,11 @@ class HostBuffers:
 
 def open_store(model: object, config: EngineConfig, device: Device, *, tags: bool) -> TieredStore:
     """The store that `config` asks for, for the rows of `model`. Raises UserError as it does."""
+    available = psutil.virtual_memory().available
+    if config.store_bytes > available:
+        raise UserError(
+            f"store_bytes: {gib(config.store_bytes)}, and the host has {gib(available)} available"
+        )
     host = HostStore(config.store_bytes, HostBuffers(device))
     if config.store_directory is None:
         return TieredStore(host)
@@ -87,6 +95,7 @@ class _Copy:
     start: Event
     end: Event
     ended: Callable[[], None]
+    is_load: bool
 
 
 class Transfers:
@@ -154,14 +163,15 @@ class Transfers:
         return bool(self._fetching or self._came or self._failed or self._copies)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for what was queued, or else for what is read from files.
+        """Wait for the next load to come, or for a file that one needs; else for the oldest save.
 
-        Raises what the wait for an event raises.
+        Raises what the wait for an event raises, also for a file that does not come in time.
         """
-        for copy in self._copies:
-            copy.fence.wait(timeout_s)
-        if not self._copies and self._fetching:
-            self._store.drain()
+        loads = [copy for copy in self._copies if copy.is_load]
+        if self._fetching and not loads:
+            self._store.wait(timeout_s)
+        elif self._copies:
+            (loads or self._copies)[0].fence.wait(timeout_s)
 
     # -- saving ----------------------------------------------------------------------------------
 
@@ -269,7 +279,7 @@ class Transfers:
         stream.record(start)
         yield fence
         stream.record(end)
-        self._copies.append(_Copy(fence, start, end, ended))
+        self._copies.append(_Copy(fence, start, end, ended, stream is self._load_stream))
 
     def _end_passed(self) -> None:
         passed = [copy for copy in self._copies if copy.fence.query()]

@@ -23,8 +23,9 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from threading import Event
 
-from deepinfer.errors import OwnershipError
+from deepinfer.errors import DeviceTimeoutError, OwnershipError
 from deepinfer.store.directory import DirectoryStore
 from deepinfer.store.memory import Handle, HostStore
 
@@ -139,6 +140,7 @@ class TieredStore:
         self._reads_to_do: deque[_Job] = deque()
         self._writes_to_do: deque[_Job] = deque()
         self._done: deque[_Job] = deque()
+        self._ended = Event()  # set behind each that is appended to it
 
     # -- looking and loading ---------------------------------------------------------------------
 
@@ -208,6 +210,18 @@ class TieredStore:
             else:
                 self._take_in_write(job)
         self._hand_over_owed()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until a file was read or written, if any is to be; `poll` takes it in.
+
+        Reads go first, so a fetch waits for one write at most. Raises DeviceTimeoutError if nothing
+        ends within `timeout_s` seconds (None: no limit).
+        """
+        if not (self._reads or self._writes):
+            return
+        self._ended.clear()
+        if not self._done and not self._ended.wait(timeout_s):
+            raise DeviceTimeoutError(f"store: no file was read or written within {timeout_s:g} s")
 
     def drain(self) -> None:
         """Wait until every read has ended and no entry is owed a file; take it all in."""
@@ -334,3 +348,4 @@ class TieredStore:
             directory.distrust(handle.key, handle.parent, error)
             job.outcome = False
         self._done.append(job)
+        self._ended.set()

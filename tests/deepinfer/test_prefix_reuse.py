@@ -15,6 +15,9 @@ from deepinfer.errors import UserError
 from deepinfer.models.hybrid.layer_plan import v4_config
 from deepinfer.models.weights import load_weights
 from deepinfer.names import FREE_ORDERS, KEYED_FREE_ORDERS, RELEASE_POLICIES
+from deepinfer.prefix_cache import CachingBlockManager, block_keys
+from deepinfer.release import Fence, ReleaseQueue
+from deepinfer.scheduler import Scheduler
 from deepinfer.sequence import SamplingParams
 from tests.deepinfer.step_plans import TINY
 from tests.hybrid_configs import v4_raw
@@ -192,3 +195,32 @@ def test_a_block_manager_of_another_kind_is_refused(engine_with):
 
     with pytest.raises(UserError, match="Other does not find blocks by key"):
         engine_with(block_manager=Other)
+
+
+def test_hits_that_a_look_frees_count_as_taken_from_the_free_list():
+    """Three blocks are free and two hits withheld; the look that `polled` has when an allocation
+    would fail frees both, and the four others that are needed are still not there."""
+
+    class Passed:
+        def query(self):
+            return self.passed
+
+        passed = False
+
+    config = replace(CONFIG, num_blocks=9, max_model_len=32, release="polled", checks="off")
+    blocks = CachingBlockManager(9)
+    queue = ReleaseQueue(blocks, "polled")
+    scheduler, event = Scheduler(config, blocks, queue), Passed()
+    prompt = tokens(22)
+    published = blocks.allocate(2)
+    first, second = block_keys([], prompt, 2, 4)
+    blocks.publish(int(published[0]), first)
+    blocks.publish(int(published[1]), second, first)
+    queue.give_up(published, Fence(1, event))
+    others = blocks.allocate(3)
+    scheduler.add("r", prompt, SamplingParams(1))
+    event.passed = True
+    assert scheduler.schedule() is None
+    assert (blocks.num_free, scheduler.num_waiting) == (5, 1)
+    blocks.release(others)
+    assert scheduler.schedule() is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -124,6 +126,62 @@ def test_a_preempted_request_loads_its_own_rows(family):
         assert num_loaded(stage) > 0
 
 
+def test_who_was_admitted_first_stays_before_the_others_though_it_loads():
+    """The newest gives way, and that is not the one that came back last."""
+    with Stage("qwen3", replace(KEPT, num_blocks=14, max_num_seqs=3), device="cpu") as stage:
+        keep(stage, size=20)
+        stage.add("first", prompt_of(0, 20), sampled(0, 20))
+        stage.add("second", prompt_of(1, 12), sampled(0, 20))
+        while stage.engine.has_unfinished():
+            stage.step()
+        assert stage.ended["first"].num_preemptions == 0
+        assert stage.ended["second"].num_preemptions > 0
+
+
+@pytest.mark.parametrize(("memory", "loaded"), [(6, 40), (3, 24)])
+def test_of_a_prefix_in_files_that_memory_cannot_hold_the_first_part_is_loaded(
+    tmp_path, memory, loaded
+):
+    """At once, and not after trying for the whole; five segments of 8 tokens in all."""
+    blocks, _ = LLMEngine(
+        model("qwen3")[0], CONFIG, device=SteppedCpuDevice(), weights=model("qwen3")[1]
+    ).worker.runner.entry_bytes()
+    room = memory * 2 * blocks.bytes_per_item
+    files = {"store_directory": tmp_path, "store_directory_bytes": 1 << 20}
+    with Stage("qwen3", replace(KEPT, max_model_len=60, **files)) as stage:
+        keep(stage, size=44)
+    with Stage("qwen3", replace(KEPT, max_model_len=60, store_bytes=room, **files)) as stage:
+        keep(stage, size=44)
+        assert num_loaded(stage) == loaded
+        assert stage.engine.scheduler.store.counters.num_failed_loads == 0
+
+
+@pytest.mark.parametrize(("timeout_s", "comes"), [(5.0, True), (0.2, False)])
+def test_a_lone_request_waits_for_its_files_and_for_nothing_else(tmp_path, timeout_s, comes):
+    """Reads go before what is to be written, and a disk that does not answer ends the wait."""
+    files = {"store_directory": tmp_path, "store_directory_bytes": 1 << 20}
+    config = replace(KEPT, timeout_s=timeout_s, **files)
+    with Stage("qwen3", config) as stage:
+        keep(stage)
+    with Stage("qwen3", config) as stage:
+        directory = stage.engine.store.directory
+        read, save = directory.read, directory.save
+        directory.read = lambda *keys: (time.sleep(0.05 if comes else 0.6), read(*keys))[1]
+        directory.save = lambda *keys: (time.sleep(0.5), save(*keys))[1]
+        keep(stage, seed=1, name="other")
+        keep(stage, seed=2, name="another")  # six files to be written, 3 s
+        stage.add("again", prompt_of(0, 30), sampled(0, 1))
+        if comes:
+            start = time.perf_counter()
+            while stage.engine.has_unfinished():
+                stage.step()
+            assert time.perf_counter() - start < 2.5
+            assert num_loaded(stage) == 24
+        else:
+            with pytest.raises(DeviceTimeoutError, match="no file was read"):
+                stage.step()
+
+
 def test_two_that_want_the_same_load_it_each(family):
     """An entry may be read by several at a time."""
     with Stage(family, KEPT) as stage:
@@ -180,9 +238,14 @@ def test_a_runner_without_rows_is_refused():
     ("settings", "message"),
     [
         ({"store_bytes": -1}, "store_bytes"),
-        ({"store_bytes": 0, "store_directory": "x", "store_directory_bytes": 9}, "store_directory"),
+        (
+            {"store_bytes": 0, "store_directory": Path("x"), "store_directory_bytes": 9},
+            "store_directory",
+        ),
         ({"store_bytes": 9, "store_directory_bytes": 9}, "store_directory_bytes"),
-        ({"store_bytes": 9, "store_directory": "x"}, "store_directory_bytes"),
+        ({"store_bytes": 9, "store_directory": Path("x")}, "store_directory_bytes"),
+        ({"store_bytes": 9, "store_directory": "x"}, "store_directory: 'x'"),
+        ({"store_bytes": 1 << 60}, "store_bytes: .* the host has"),
         ({"load_stream": "laod"}, "load_stream"),
     ],
 )
