@@ -12,7 +12,10 @@ from deepinfer.testing.faults.plant import Fault, FaultList
 from deepinfer.testing.faults.queued import QUEUED
 from deepinfer.testing.faults.slots import SLOTS
 from deepinfer.testing.faults.told import TOLD
+from deepinfer.testing.faults.transfers import TRANSFERS
 
-FAULTS = FaultList({**OWNERSHIP, **PLANNED, **QUEUED, **COMPUTED, **SLOTS, **AHEAD, **TOLD})
+FAULTS = FaultList(
+    {**OWNERSHIP, **PLANNED, **QUEUED, **COMPUTED, **SLOTS, **AHEAD, **TOLD, **TRANSFERS}
+)
 
 __all__ = ["ENGINE", "FAULTS", "MAX_STEPS", "Fault", "Outcome", "run_trial"]

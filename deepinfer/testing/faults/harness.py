@@ -16,7 +16,13 @@ from deepinfer.runners import Model, Weights, load_model
 from deepinfer.testing.faults.ahead import LOOKS_AHEAD
 from deepinfer.testing.faults.plant import Fault
 from deepinfer.testing.faults.pool_rows import PoolRows
-from deepinfer.testing.faults.scenario import CONFIG, MODEL, MODEL_WITH_STATE, Scenario
+from deepinfer.testing.faults.scenario import (
+    CONFIG,
+    MODEL,
+    MODEL_WITH_STATE,
+    WITH_STORE,
+    Scenario,
+)
 from deepinfer.testing.transfers import Transfers
 
 MAX_STEPS = 100
@@ -67,6 +73,7 @@ def run_trial(
     stop_at_first: bool = False,
     with_state: bool = False,
     ahead: bool = False,
+    store: bool = False,
     observers: tuple[Observer, ...] = (),
 ) -> Outcome:
     """Run the scenario of `seed` until every checker found something, or `max_steps`.
@@ -77,10 +84,13 @@ def run_trial(
         with_state: run a model whose requests have state; it is always run where a fault wants
             state slots.
         ahead: plan steps ahead, with drafts; so it is always where a fault wants it.
+        store: let the engine keep rows beyond its pool, with no client beside it; so it is always
+            where a fault wants a store.
         stop_at_first: stop as soon as one checker found something.
         observers: told of everything as well.
     """
-    settings = dict(LOOKS_AHEAD if ahead else {}) | (fault.settings if fault else {})
+    settings = dict(LOOKS_AHEAD if ahead else {}) | (WITH_STORE if store else {})
+    settings |= fault.settings if fault else {}
     if release is not None:
         settings["release"] = release
     model = _model(with_state or "num_state_slots" in settings, settings.get("drafts", 0))
@@ -94,7 +104,9 @@ def run_trial(
     ) as engine:
         if fault is not None:
             fault.plant(engine)
-        client = Transfers(engine, PoolRows(engine)) if transfers else None
+        client = None
+        if transfers and engine.store is None:
+            client = Transfers(engine, PoolRows(engine))
         scenario = Scenario(engine, device, seed, client)
         return _drive(engine, scenario, client, max_steps, stop_at_first)
 

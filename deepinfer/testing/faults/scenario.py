@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -73,7 +74,15 @@ CONFIG = EngineConfig(
     max_model_len=72,  # more than the pool has room for: some requests can never fit
     checks="tags+order+conservation",
 )
-LONGEST = 40  # tokens of a request that can fit
+# An engine that moves rows itself, to a store with room for few entries. These end every 128
+# tokens, so all lengths are 16 times as long, and as many steps compute them.
+WITH_STORE: dict[str, Any] = {
+    "block_size": 16 * CONFIG.block_size,
+    "max_num_batched_tokens": 16 * CONFIG.max_num_batched_tokens,
+    "max_model_len": 16 * CONFIG.max_model_len,
+    "store_bytes": 100_000,
+}
+LONGEST = 10  # blocks of a request that can fit
 MAX_LOADS = 3  # whose blocks the client holds at once
 
 
@@ -92,6 +101,8 @@ class Odds:
     abort: float = 0.1
     abort_in_flight: float = 0.15
     late_abort: float = 0.15  # of a request that has ended, by a client that does not know yet
+    again: float = 0.7  # a prompt that begins with an earlier one, where there is a store
+    abort_loading: float = 0.3  # of a request that has begun to load, before it runs
     save: float = 0.3
     load: float = 0.5
 
@@ -121,6 +132,8 @@ class Scenario:
         self.told: dict[int, tuple[list[str], list[int]]] = {}
         self._outputs: list[StepOutput] = []  # whose records may be readable still
         self._num_names = 0
+        self._scale = engine.config.block_size // CONFIG.block_size
+        self._prompts: deque[np.ndarray] = deque(maxlen=3)
         self._ended: deque[str] = deque(maxlen=2)
 
     def step(self) -> None:
@@ -140,6 +153,7 @@ class Scenario:
         if not self._submit():
             return
         self._read()
+        self._abort_loading()
         self._progress()
         self._transfer()
         if rng.random() < odds.abort_in_flight:
@@ -170,12 +184,11 @@ class Scenario:
     def _arrive(self) -> None:
         too_long = self._rng.random() < self._odds.too_long
         num_tokens = int(self._rng.integers(1, 24))
-        limit = CONFIG.max_model_len if too_long else int(self._rng.integers(1, 24))
-        self._engine.add_request(
-            self._new_id(),
-            self._tokens(num_tokens),
-            SamplingParams(max_tokens=max(1, limit - num_tokens if too_long else limit)),
-        )
+        num_new = 0 if too_long else int(self._rng.integers(1, 24))
+        prompt = self._prompt(num_tokens * self._scale)
+        if too_long:
+            num_new = max(1, self._engine.config.max_model_len - len(prompt))
+        self._engine.add_request(self._new_id(), prompt, SamplingParams(max_tokens=num_new))
 
     def _fork(self) -> None:
         running = self._engine.scheduler.running
@@ -184,11 +197,12 @@ class Scenario:
         parent = running[int(self._rng.integers(len(running)))]
         length = int(self._engine.scheduler.seqs.num_tokens[parent.row])
         sampling = SamplingParams(max_tokens=int(self._rng.integers(1, 8)), temperature=1.0)
-        if length >= LONGEST:
+        if length >= LONGEST * self._engine.config.block_size:
             return
         own, shared = 0, length
         if self._rng.random() < 0.5:
-            own, shared = int(self._rng.integers(1, 6)), int(self._rng.integers(1, length + 1))
+            own = int(self._rng.integers(1, 6)) * self._scale
+            shared = int(self._rng.integers(1, length + 1))
         self._engine.fork(
             parent.request_id,
             self._new_id(),
@@ -204,6 +218,11 @@ class Scenario:
         ids = [seq.request_id for seq in (*scheduler.running, *scheduler.waiting)]
         if ids:
             self._engine.abort(ids[int(self._rng.integers(len(ids)))])
+
+    def _abort_loading(self) -> None:
+        for load in self._engine.scheduler.loads:
+            if self._rng.random() < self._odds.abort_loading:
+                self._engine.abort(load.seq.request_id)
 
     def _transfer(self) -> None:
         """Begin a load or a save, or end a load."""
@@ -243,6 +262,18 @@ class Scenario:
     def _new_id(self, kind: str = "r") -> str:
         self._num_names += 1
         return f"{kind}{self._num_names}"
+
+    def _prompt(self, num_tokens: int) -> np.ndarray:
+        """New tokens, or where there is a store behind a prompt that may be kept there."""
+        prompt = self._tokens(num_tokens)
+        if self._engine.store is None:
+            return prompt
+        if self._prompts and self._rng.random() < self._odds.again:
+            earlier = self._prompts[int(self._rng.integers(len(self._prompts)))]
+            prompt = np.concatenate((earlier, prompt[: 2 * self._scale]))
+        if len(prompt) < LONGEST * self._engine.config.block_size:
+            self._prompts.append(prompt)
+        return prompt
 
     def _tokens(self, count: int) -> np.ndarray:
         return self._rng.integers(0, self._engine.model.vocab_size, count)

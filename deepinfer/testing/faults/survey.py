@@ -16,7 +16,9 @@ from deepinfer.testing.faults.harness import ENGINE, Outcome, run_trial
 from deepinfer.testing.faults.plant import Fault
 
 COLUMNS = (*CHECKS, ENGINE)
-CLEAN, STATE, LOOKING_AHEAD = "clean", "state", "ahead"
+CLEAN, STATE, LOOKING_AHEAD, STORE = "clean", "state", "ahead", "store"
+KINDS = [(with_state, ahead, False) for ahead, with_state in product((False, True), repeat=2)]
+KINDS_WITH_STORE = [(False, True, True), (True, True, True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,8 @@ class Row:
     Attributes:
         name, what, report: of the fault; of a clean engine its policy, its company, and nothing.
             With `STATE` in its name, in a model whose requests have state slots; with
-            `LOOKING_AHEAD` the clean engine plans steps ahead and verifies drafts.
+            `LOOKING_AHEAD` the clean engine plans steps ahead and verifies drafts, and with `STORE`
+            it keeps rows beyond its pool, too.
         is_clean: whether it has no fault.
         num_seeds: scenarios run.
         num_found: by column, in how many of them something was found; columns without any left out.
@@ -52,15 +55,14 @@ class Row:
 def survey(faults: Sequence[Fault], num_seeds: int) -> Iterator[Row]:
     """The clean engine under every policy, then each fault.
 
-    An unsafe policy is clean only where nobody writes blocks beside the engine; with such a client
-    it is a fault. What concerns the client is run over rows of both kinds: K and V of every token,
-    and compressed rows of a model with state.
+    An unsafe policy is clean only where nobody writes blocks beside the steps; with such a client
+    it is a fault, and with a store it would be. What concerns the client is run over rows of both
+    kinds: K and V of every token, and compressed rows of a model with state.
     """
     seeds = range(num_seeds)
     for release in RELEASE_POLICIES:
         alone = release in UNSAFE_POLICIES
-        company = "no other writer" if alone else "loads and saves beside it"
-        for ahead, with_state in product((False, True), repeat=2):
+        for with_state, ahead, store in KINDS if alone else KINDS + KINDS_WITH_STORE:
             runs = [
                 run_trial(
                     None,
@@ -69,11 +71,14 @@ def survey(faults: Sequence[Fault], num_seeds: int) -> Iterator[Row]:
                     transfers=not alone,
                     with_state=with_state,
                     ahead=ahead,
+                    store=store,
                 )
                 for seed in seeds
             ]
-            name = _name(f"{CLEAN}, {release}", with_state)
-            yield _row(f"{name}, {LOOKING_AHEAD}" if ahead else name, company, "", True, runs)
+            marks = {STATE: with_state, LOOKING_AHEAD: ahead, STORE: store}
+            name = ", ".join([CLEAN, release, *(mark for mark, has in marks.items() if has)])
+            company = "no other writer" if alone else "loads and saves beside it"
+            yield _row(name, "loads and saves of its own" if store else company, "", True, runs)
     for fault in faults:
         for with_state in (False, True) if fault.of_client else (False,):
             runs = [run_trial(fault, seed, with_state=with_state) for seed in seeds]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepinfer.names import RELEASE_POLICIES
+from deepinfer.names import RELEASE_POLICIES, UNSAFE_POLICIES
 from deepinfer.testing.faults import ENGINE, FAULTS, Outcome
 from deepinfer.testing.faults.survey import _row, survey
 
@@ -34,15 +34,21 @@ def test_a_fault_passes_if_a_checker_found_it_and_a_clean_engine_if_nobody_did()
     assert passed == {False: [False, False, True], True: [True, False, False]}
 
 
-def test_clean_rows_come_first_four_for_each_policy() -> None:
-    """Without state and with it, step by step and ahead; then the faults asked for.
+def test_clean_rows_come_first_six_for_each_policy() -> None:
+    """Without state and with it, step by step, ahead, and with a store; then the faults asked for.
 
-    Those of the client are run in both models.
+    Unsafe policies have no store: its copies are a writer beside the steps. Faults of the client
+    are run in both models.
     """
     companies = ("", ", state", ", ahead", ", state, ahead")
+    with_store = (", ahead, store", ", state, ahead, store")
     rows = list(survey([FAULTS["staging-rewritten"], FAULTS["load-used-before-written"]], 1))
     assert [row.name for row in rows] == [
-        *(f"clean, {release}{of}" for release in RELEASE_POLICIES for of in companies),
+        *(
+            f"clean, {release}{of}"
+            for release in RELEASE_POLICIES
+            for of in companies + (() if release in UNSAFE_POLICIES else with_store)
+        ),
         *("staging-rewritten", "load-used-before-written", "load-used-before-written, state"),
     ]
     assert all(row.passed for row in rows)
