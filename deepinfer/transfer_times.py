@@ -42,7 +42,10 @@ class TransferTimes:
         """A transfer, likewise."""
         transfer = self._interval(start, end)
         self.busy_ms += transfer[1] - transfer[0]
-        self.beside_steps_ms += sum(_common(step, transfer) for step in self._steps)
+        for step in reversed(self._steps):
+            if step[1] <= transfer[0]:
+                break  # and so are all before it
+            self.beside_steps_ms += _common(step, transfer)
         self._transfers.append(transfer)
 
     def _interval(self, start: Event, end: Event) -> Interval:
