@@ -101,5 +101,5 @@ def sample(
         noisy = noise.addcdiv_(picked, device.upload(temperature[drawn])[:, None])
         scores = noisy if rows is None else logits.index_copy(0, rows, noisy)
     token_ids = scores.argmax(dim=1)
-    chosen = logits.gather(1, token_ids[:, None])[:, 0]
-    return token_ids.int(), chosen - logits.logsumexp(dim=1)
+    logprobs = logits.log_softmax(dim=1).gather(1, token_ids[:, None])[:, 0]
+    return token_ids.int(), logprobs

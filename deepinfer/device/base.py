@@ -9,8 +9,8 @@ the host does: nothing here looks at them; `deepinfer.device.observed` shows the
 checks. `cost` is the seam for a simulated device.
 
 One host thread drives a device. An operation calls nothing of the device that runs it but
-`upload`, `download`, `linear`, `part` and `stamp`: one that waited for the device would wait for
-itself.
+`upload`, `download`, `linear`, `rms_norm`, `sinkhorn`, `part` and `stamp`: one that waited for the
+device would wait for itself.
 
 `Failure`, `EventPool` and `run_and_wait` are the parts every device shares. No torch here.
 """
@@ -151,6 +151,21 @@ class Device(Protocol):
         """`x -> x @ weight.T` by the fastest kernel the device has for this weight.
 
         `weight` [out, in] is on the device and may be packed: it must not be written afterwards.
+        """
+        ...
+
+    def rms_norm(self, weight: Any, eps: float) -> Callable[[Any], Any]:
+        """`x -> x * rsqrt(mean(x^2) + eps) [* weight]` over the last dimension, in new memory.
+
+        `weight` [size] is on the device, or None.
+        """
+        ...
+
+    def sinkhorn(self, size: int, rounds: int, eps: float, dtype: Any) -> Callable[[Any], Any]:
+        """Balances matrices [T, size, size] of `dtype`, float32 or float64; they are not written.
+
+        `eps` is added to all. Each round divides the columns by their sums + `eps`, and all but the
+        last then the rows by theirs.
         """
         ...
 

@@ -29,6 +29,7 @@ from deepinfer.device.base import (
     T,
     run_and_wait,
 )
+from deepinfer.device.sinkhorn import torch_sinkhorn
 from deepinfer.errors import DeviceError, DeviceTimeoutError, UserError
 from deepinfer.observer import Access
 
@@ -318,6 +319,18 @@ class CudaDevice:
     def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """`x -> x @ weight.T`, by cuBLAS."""
         return lambda x: F.linear(x, weight)
+
+    def rms_norm(
+        self, weight: torch.Tensor | None, eps: float
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Root mean square norm, by torch's one kernel."""
+        return lambda x: F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    def sinkhorn(
+        self, size: int, rounds: int, eps: float, dtype: torch.dtype
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Balances small matrices, in torch."""
+        return torch_sinkhorn(size, rounds, eps, dtype, self._device)
 
     def host_buffer(self, num_bytes: int) -> np.ndarray:
         """Pinned memory, which goes back to torch's host allocator with the array."""

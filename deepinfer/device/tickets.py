@@ -323,6 +323,22 @@ class TicketDevice(ABC, Generic[S]):
 
         return cpu_linear(weight)
 
+    def rms_norm(
+        self, weight: torch.Tensor | None, eps: float
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Root mean square norm, in fewer kernels than torch's own."""
+        from deepinfer.device.cpu_norm import cpu_rms_norm
+
+        return cpu_rms_norm(weight, eps)
+
+    def sinkhorn(
+        self, size: int, rounds: int, eps: float, dtype: torch.dtype
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Balances small matrices, in numpy where that is faster."""
+        from deepinfer.device.sinkhorn import cpu_sinkhorn
+
+        return cpu_sinkhorn(size, rounds, eps, dtype)
+
     def host_buffer(self, num_bytes: int) -> np.ndarray:
         """Ordinary memory."""
         return np.empty(num_bytes, np.uint8)

@@ -109,6 +109,14 @@ class DeviceWrapper:
         """As the inner device's."""
         return self.inner.linear(weight)
 
+    def rms_norm(self, weight: Any, eps: float) -> Callable[[Any], Any]:
+        """As the inner device's."""
+        return self.inner.rms_norm(weight, eps)
+
+    def sinkhorn(self, size: int, rounds: int, eps: float, dtype: Any) -> Callable[[Any], Any]:
+        """As the inner device's."""
+        return self.inner.sinkhorn(size, rounds, eps, dtype)
+
     def host_buffer(self, num_bytes: int) -> np.ndarray:
         """As the inner device's."""
         return self.inner.host_buffer(num_bytes)

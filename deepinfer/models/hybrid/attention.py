@@ -29,9 +29,9 @@ from deepinfer.models.hybrid.layer_plan import V4, HybridConfig, Layer
 from deepinfer.models.hybrid.layers import (
     Pool,
     Record,
+    Turn,
     linear_of,
     linears_of,
-    rms_norm,
     rotate_,
     wide,
 )
@@ -55,9 +55,15 @@ FEW_QUERIES = 6
 
 @dataclass(slots=True)
 class Published:
-    """What layers of one step leave to later ones: by selector and tile the selection, by tile the
-    candidates of the last publisher, bool [n, q, L]."""
+    """What layers of one step share, or leave to later ones.
 
+    Attributes:
+        turns: rotations by the step's positions, of layers without a ratio and of those with one.
+        selections: by selector and tile.
+        candidates: by tile those of the last publisher, bool [n, q, L].
+    """
+
+    turns: tuple[Turn, Turn]
     selections: dict[tuple[int, Tile], Selection] = field(default_factory=dict)
     candidates: dict[Tile, Tensor] = field(default_factory=dict)
 
@@ -81,7 +87,10 @@ class LayerAttention:
         self._number = layer.index
         self._wo_a = weights.wo_a.view(config.o_groups, config.o_lora_rank, -1).mT
         self._wo_b = linear_of(device, weights.wo_b)
-        self._q_norm, self._kv_norm = weights.q_norm, weights.kv_norm
+        eps = config.rms_norm_eps
+        self._residual_norm = device.rms_norm(weights.q_norm, eps)
+        self._kv_norm = device.rms_norm(weights.kv_norm, eps)
+        self._head_norm = device.rms_norm(None, eps) if config.family == V4 else None
         self._sink = wide(weights.sink)
         self._scale = config.head_dim**-0.5
         self._rows = _Source(config, layer, weights, rope, cache, device)
@@ -100,13 +109,13 @@ class LayerAttention:
         self, x: Tensor, layout: StepLayout, published: Published, record: Record | None
     ) -> Tensor:
         """[T, D] of `x` [T, D], the normalised input; the layer's rows are stored."""
-        rope = self._rope.index_select(0, layout.positions)
-        made = self._project(x)
+        turn = published.turns[self._layer.ratio > 0]
+        rope, made = turn.there, self._project(x)
         q, kv = self._queries(made, rope), self._latent(made, rope)
         self._rows.write(made, layout)
         if self._selector is not None:
             self._selector.select(made, rope, layout, published, record)
-        return self._out(self._attend(q, kv, layout, published), rope)
+        return self._out(self._attend(q, kv, layout, published), turn)
 
     def keep(self, x: Tensor, layout: StepLayout) -> None:
         """Store the window rows of `x` [n, D], one of each of `layout.window`, without a query."""
@@ -122,34 +131,32 @@ class LayerAttention:
             parts_of: gives `softmax_over`'s parts; is given the window rows of `x` [T, dim], as
                 they would be read back.
         """
-        rope = self._rope.index_select(0, positions)
-        made = self._project(x)
+        turn = Turn.of(self._rope, positions)
+        rope, made = turn.there, self._project(x)
         parts = parts_of(self._cache.round_trip(WINDOW, self._latent(made, rope)))
         q = self._queries(made, rope)
         q = q.view(len(parts[0][0]), -1, *q.shape[1:])
-        return self._out(softmax_over(q, parts, self._sink).flatten(0, 1), rope)
+        return self._out(softmax_over(q, parts, self._sink).flatten(0, 1), turn)
 
     def _project(self, x: Tensor) -> dict[str, Tensor]:
         """By name what is made of `x` [T, D] alone, and of its normed `wq_a` [T, q_lora_rank]."""
         made = self._of_input(x)
-        residual = rms_norm(made["wq_a"], self._q_norm, self._config.rms_norm_eps)
-        return made | self._of_residual(residual)
+        return made | self._of_residual(self._residual_norm(made["wq_a"]))
 
     def _queries(self, made: dict[str, Tensor], rope: Tensor) -> Tensor:
         """Scaled queries [T, H, dim]."""
-        config = self._config
-        q = made["wq_b"].view(len(rope), -1, config.head_dim)
-        if config.family == V4:
-            q = rms_norm(q, None, config.rms_norm_eps)
+        q = made["wq_b"].view(len(rope), -1, self._config.head_dim)
+        if self._head_norm is not None:
+            q = self._head_norm(q)
         return rotate_(q, rope[:, None]).mul_(self._scale)
 
     def _latent(self, made: dict[str, Tensor], rope: Tensor) -> Tensor:
         """Window rows [T, dim], not rounded yet."""
-        return rotate_(rms_norm(made["wkv"], self._kv_norm, self._config.rms_norm_eps), rope)
+        return rotate_(self._kv_norm(made["wkv"]), rope)
 
-    def _out(self, out: Tensor, rope: Tensor) -> Tensor:
+    def _out(self, out: Tensor, turn: Turn) -> Tensor:
         """[T, D] of what was read, [T, H, dim]."""
-        rotate_(out, rope[:, None].conj_physical())
+        rotate_(out, turn.back[:, None])
         grouped = out.view(len(out), self._config.o_groups, -1).transpose(0, 1)
         lora = torch.bmm(grouped, self._wo_a).transpose(0, 1).flatten(1)
         return self._wo_b(lora)
@@ -256,21 +263,21 @@ class _Source:
         device: Device,
     ) -> None:
         self._layer, self._cache, self._rope = layer, cache, rope
-        self._eps = config.rms_norm_eps
+        eps = config.rms_norm_eps
         self._wk = self._k_norm = None
         self.pools: dict[str, Pool] = {}
         if layer.compressor is None:
             return
         assert weights.compressor is not None
-        self.pools[OPEN] = Pool(layer.compressor, weights.compressor, self._eps)
+        self.pools[OPEN] = Pool(layer.compressor, weights.compressor, eps, device)
         if layer.index_keys is not None:
             assert weights.indexer is not None
-            self._k_norm = weights.indexer.k_norm
             if weights.indexer.wk is not None:
+                self._k_norm = device.rms_norm(weights.indexer.k_norm, eps)
                 self._wk = linear_of(device, weights.indexer.wk)
             if weights.indexer.compressor is not None:
                 keys = weights.indexer.compressor
-                self.pools[OPEN_INDEX] = Pool(layer.compressor, keys, self._eps)
+                self.pools[OPEN_INDEX] = Pool(layer.compressor, keys, eps, device)
 
     def write(self, made: dict[str, Tensor], layout: StepLayout) -> None:
         """Store the rows whose last token is in the step, and what later rows will need.
@@ -288,8 +295,8 @@ class _Source:
         if latent is None:
             return
         number = self._layer.index
-        if self._wk is not None:
-            keys = rms_norm(self._wk(latent), self._k_norm, self._eps)
+        if self._wk is not None and self._k_norm is not None:
+            keys = self._k_norm(self._wk(latent))
         rope = self._rope.index_select(0, closing.positions)
         if keys is not None:
             self._cache.write_rows(INDEX, number, closing.rows, rotate_(keys, rope))

@@ -40,7 +40,7 @@ from deepinfer.models.hybrid.attention import Part
 from deepinfer.models.hybrid.cache import HybridCache
 from deepinfer.models.hybrid.geometry import STREAMS
 from deepinfer.models.hybrid.layer_plan import HybridConfig
-from deepinfer.models.hybrid.layers import HeadMix, Linear, collapse, linear_of, rms_norm
+from deepinfer.models.hybrid.layers import HeadMix, Linear, collapse, linear_of
 from deepinfer.models.hybrid.layout import StepLayout
 from deepinfer.models.hybrid.network import HybridNetwork, LayerNetwork, Taps, spread
 from deepinfer.models.hybrid.weights import DSparkWeights, HybridWeights, MtpWeights
@@ -114,11 +114,15 @@ class _Mtp:
     ) -> None:
         self.recorder: Callable[[Tensor], None] | None = None
         self._weights, self._embed, self._layer = weights, embed, layer
-        self._head, self._cache, self._eps = network.head, cache, config.rms_norm_eps
+        self._head, self._cache = network.head, cache
         self._window = config.sliding_window
+        eps = config.rms_norm_eps
+        self._enorm = device.rms_norm(weights.enorm, eps)
+        self._hnorm = device.rms_norm(weights.hnorm, eps)
+        self._norm = device.rms_norm(weights.norm, eps)
         self._e_proj = linear_of(device, weights.e_proj)
         self._h_proj = linear_of(device, weights.h_proj)
-        self._head_mix = HeadMix(config, weights.hc_head, device)
+        self._head_mix = HeadMix(config, weights.hc_head)
 
     def taps(self) -> Taps:
         """The streams behind the last layer alone."""
@@ -165,18 +169,15 @@ class _Mtp:
 
         streams = self._pair(token_ids, behind)
         streams, _ = self._layer.around(attend, streams, None, token_ids)
-        last = collapse(streams, self._head_mix(streams))
-        logits = self._head(rms_norm(last, self._weights.norm, self._eps))
+        logits = self._head(self._norm(collapse(streams, self._head_mix(streams))))
         if self.recorder is not None:
             self.recorder(logits)
         return logits.argmax(-1), streams.flatten(1)
 
     def _pair(self, token_ids: Tensor, behind: Tensor) -> Tensor:
         """What the layer reads, [n, S, D], of tokens and the streams before them [n, S * D]."""
-        weights, eps = self._weights, self._eps
-        token = self._e_proj(rms_norm(F.embedding(token_ids, self._embed), weights.enorm, eps))
-        each = behind.view(-1, token.shape[-1])
-        streams = self._h_proj(rms_norm(each, weights.hnorm, eps))
+        token = self._e_proj(self._enorm(F.embedding(token_ids, self._embed)))
+        streams = self._h_proj(self._hnorm(behind.view(-1, token.shape[-1])))
         return token[:, None] + streams.view(len(token), -1, token.shape[-1])
 
 
@@ -196,8 +197,10 @@ class _DSpark:
         assert config.draft is not None
         self.recorder: Callable[[Tensor], None] | None = None
         self._plan, self._weights, self._embed, self._layers = config.draft, weights, embed, layers
-        self._head, self._cache, self._eps = network.head, cache, config.rms_norm_eps
+        self._head, self._cache = network.head, cache
         self._window, self._streams = config.sliding_window, config.hc_mult
+        self._main_norm = device.rms_norm(weights.main_norm, config.rms_norm_eps)
+        self._norm = device.rms_norm(weights.norm, config.rms_norm_eps)
         self._main_proj = linear_of(device, weights.main_proj)
         self._markov_head = linear_of(device, weights.markov_head)
 
@@ -208,7 +211,7 @@ class _DSpark:
     def write(self, layout: StepLayout, taps: Taps) -> None:
         """See `Drafting`."""
         inputs = torch.cat([layout.window.of(x) for x in taps.inputs], 1)
-        x = rms_norm(self._main_proj(inputs), self._weights.main_norm, self._eps)
+        x = self._main_norm(self._main_proj(inputs))
         for layer in self._layers:
             layer.attention.keep(x, layout)
 
@@ -227,7 +230,7 @@ class _DSpark:
             ring = rings.part(layer.number, first)
             attend = _block_attention(layer, places, ring, size)
             streams, pre = layer.around(attend, streams, pre, block.flatten())
-        last = rms_norm(collapse(streams, pre), self._weights.norm, self._eps)
+        last = self._norm(collapse(streams, pre))
         logits = self._head(last).view(*block.shape, -1)
         return self._from_left_to_right(logits[:, :num_drafts], token_ids)
 

@@ -50,6 +50,8 @@ class Moe:
         if self._all_from <= FEW_TOKENS:
             self._of_input = linears_of(device, {"router": weights.router, "gate_up": gate_up})
             self._all_down = linear_of(device, torch.cat(downs, 1))
+            self._shared_gain = wide(weights.router.new_zeros(len(downs)))
+            self._shared_gain[-1] = 1
 
     def __call__(self, x: Tensor, token_ids: Tensor, record: Record | None) -> Tensor:
         """[T, D] of `x` [T, D]; `token_ids` int64 [T] choose the experts where a table does."""
@@ -65,8 +67,7 @@ class Moe:
 
     def _of_all(self, gate_up: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         num_tokens, num_experts = len(gate_up), self._num_routed + 1
-        gains = weights.new_zeros(num_tokens, num_experts).scatter_add_(1, experts, weights)
-        gains[:, -1] = 1
+        gains = self._shared_gain.expand(num_tokens, -1).scatter_add(1, experts, weights)
         gate_up = gate_up.view(num_tokens, num_experts, -1)
         return self._all_down(self._activated(gate_up, gains[..., None]).flatten(1))
 

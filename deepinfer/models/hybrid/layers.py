@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ ALL = slice(None)
 
 def wide(x: Tensor) -> Tensor:
     """`x` in at least float32."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def linear_of(device: Device, weight: Tensor) -> Linear:
@@ -42,7 +43,7 @@ def linear_of(device: Device, weight: Tensor) -> Linear:
     multiply, dtype = device.linear(weight), weight.dtype
 
     def linear(x: Tensor) -> Tensor:
-        result: Tensor = multiply(x.to(dtype)).contiguous()
+        result: Tensor = multiply(x if x.dtype == dtype else x.to(dtype)).contiguous()
         return result
 
     return linear
@@ -68,9 +69,23 @@ def linears_of(device: Device, weights: Mapping[str, Tensor]) -> Linears:
     return linears
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x * rsqrt(mean(x^2) + eps) [* weight] over the last dimension."""
-    return torch.rms_norm(x, x.shape[-1:], weight, eps)
+class StreamsLinear:
+    """A product with all streams of a token as one vector, normed by its root mean square.
+
+    The norm is one number per token, so it divides the few results.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        # A product this narrow is not worth a packed weight: calling for one takes longer.
+        self._weight, self._size = weight, weight.shape[1]
+        self._eps = weight.new_tensor(eps)
+
+    def __call__(self, streams: Tensor) -> Tensor:
+        """[T, n] of `streams` [T, S, D]; at least float32."""
+        flat = wide(streams.flatten(1))
+        length = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
+        inverse = torch.addcmul(self._eps, length, length, value=1 / self._size).rsqrt_()
+        return F.linear(flat, self._weight).mul_(inverse)
 
 
 # -- rotary embedding ----------------------------------------------------------------------------
@@ -103,6 +118,20 @@ def rope_table(freqs: Tensor, num_positions: int, dtype: torch.dtype) -> Tensor:
     return torch.polar(torch.ones_like(angles), angles)
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Rotations by the positions of T tokens, complex [T, r]: there, and back again."""
+
+    there: Tensor
+    back: Tensor
+
+    @classmethod
+    def of(cls, rope: Tensor, positions: Tensor) -> Turn:
+        """By `positions` int64 [T] of a table `rope` [max positions, r]."""
+        there = rope.index_select(0, positions)
+        return cls(there, there.conj_physical())
+
+
 def rotate_(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate the last dims of `x`, in place: pairs (0, 1), (2, 3), ... of the last 2 * r.
 
@@ -130,48 +159,38 @@ class Mix:
     """The weights by which a sublayer reads and writes the S residual streams (mHC)."""
 
     def __init__(self, config: HybridConfig, weights: MixWeights, device: Device) -> None:
-        streams = config.hc_mult
-        self._streams = streams
-        self._fn = linear_of(device, weights.fn)
-        sizes = [streams, streams, streams * streams]
+        num, dtype = config.hc_mult, weights.fn.dtype
+        self._num = num
+        self._fn = StreamsLinear(weights.fn, config.rms_norm_eps)
+        sizes = [num, num, num * num]
         scales = [scale.expand(size) for scale, size in zip(weights.scale, sizes, strict=True)]
         self._scale, self._base = torch.cat(scales), weights.base
-        self._norm_eps, self._eps = config.rms_norm_eps, config.hc_eps
-        self._iterations = config.hc_sinkhorn_iters
-        # Sinkhorn divides by sums of rows and of columns. As products with these [S*S, S*S]
-        # matrices of 0 and 1 each sum comes out broadcast, in one small operation.
-        one = torch.ones(streams, streams, dtype=weights.fn.dtype, device=weights.fn.device)
-        eye = torch.eye(streams, dtype=one.dtype, device=one.device)
-        self._row_sums, self._column_sums = torch.kron(eye, one), torch.kron(one, eye)
-        self._epsilons = one.new_full((streams * streams,), self._eps)
+        # pre is a sigmoid + eps, post twice a sigmoid: one product and sum for both.
+        self._factors = weights.base.new_tensor([1.0] * num + [2.0] * num)
+        self._terms = weights.base.new_tensor([config.hc_eps] * num + [0.0] * num)
+        self._balance = device.sinkhorn(num, config.hc_sinkhorn_iters, config.hc_eps, dtype)
 
     def __call__(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of `streams` [T, S, D]: pre [T, S], post [T, S], comb [T, S, S]; at least float32."""
-        num = self._streams
-        mixed = self._fn(rms_norm(wide(streams.flatten(1)), None, self._norm_eps))
-        mixed = torch.addcmul(self._base, mixed, self._scale)
-        pre = torch.sigmoid(mixed[:, :num]).add_(self._eps)
-        post = torch.sigmoid(mixed[:, num : 2 * num]).mul_(2)
-        comb = mixed[:, 2 * num :].view(-1, num, num).softmax(-1).flatten(1).add_(self._eps)
-        sums = torch.empty_like(comb)
-        for half in range(2 * self._iterations - 1):
-            which = self._row_sums if half % 2 else self._column_sums
-            comb.div_(torch.addmm(self._epsilons, comb, which, out=sums))
-        return pre, post, comb.view(-1, num, num)
+        num = self._num
+        mixed = torch.addcmul(self._base, self._fn(streams), self._scale)
+        gates = torch.addcmul(self._terms, torch.sigmoid(mixed[:, : 2 * num]), self._factors)
+        comb = mixed[:, 2 * num :].view(-1, num, num).softmax(-1)
+        return gates[:, :num], gates[:, num:], self._balance(comb)
 
 
 class HeadMix:
     """V4's collapse of the streams before the head."""
 
-    def __init__(self, config: HybridConfig, weights: MixWeights, device: Device) -> None:
+    def __init__(self, config: HybridConfig, weights: MixWeights) -> None:
         self._weights = weights
-        self._fn = linear_of(device, weights.fn)
-        self._norm_eps, self._eps = config.rms_norm_eps, config.hc_eps
+        self._fn = StreamsLinear(weights.fn, config.rms_norm_eps)
+        self._eps = config.hc_eps
 
     def __call__(self, streams: Tensor) -> Tensor:
         """pre [T, S] of `streams` [T, S, D]."""
-        mixed = self._fn(rms_norm(wide(streams.flatten(1)), None, self._norm_eps))
-        return torch.sigmoid(mixed * self._weights.scale + self._weights.base) + self._eps
+        mixed = torch.addcmul(self._weights.base, self._fn(streams), self._weights.scale)
+        return torch.sigmoid(mixed).add_(self._eps)
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
@@ -237,9 +256,11 @@ class Pool:
         weight: [kv | gate, D], of the projection.
     """
 
-    def __init__(self, plan: Compressor, weights: CompressorWeights, eps: float) -> None:
+    def __init__(
+        self, plan: Compressor, weights: CompressorWeights, eps: float, device: Device
+    ) -> None:
         self._plan = plan
-        self._norm, self._eps = weights.norm, eps
+        self._norm = device.rms_norm(weights.norm, eps)
         self._dtype = weights.wkv.dtype
         self._bias = None
         if weights.wgate is None:
@@ -265,7 +286,8 @@ class Pool:
         nothing."""
         if self._plan.gated:
             members = self._weighted(members, missing)
-        return rms_norm(members.to(self._dtype), self._norm, self._eps)
+        row: Tensor = self._norm(members.to(self._dtype))
+        return row
 
     def _weighted(self, members: Tensor, missing: Tensor | None) -> Tensor:
         """Per channel, the mean of kv weighted by softmax(gate) over a group: [C, dim]."""

@@ -32,11 +32,11 @@ from deepinfer.models.hybrid.layers import (
     Linear,
     Mix,
     Record,
+    Turn,
     collapse,
     expand,
     frequencies,
     linear_of,
-    rms_norm,
     rope_table,
     wide,
 )
@@ -89,15 +89,16 @@ class HybridNetwork:
         self._config, self._weights, self._cache = config, weights, cache
         beyond = MAX_DRAFTS + config.draft.block_size if config.draft else 0
         ropes = _rope_tables(config, weights, max_positions + beyond)
-        self.rope = ropes[0]
+        self.rope, self._compressed_rope = ropes
         self._layers = [
             LayerNetwork(config, layer, of_layer, ropes[layer.ratio > 0], cache, device)
             for layer, of_layer in zip(config.layers, weights.layers, strict=True)
         ]
+        self._norm = device.rms_norm(weights.norm, config.rms_norm_eps)
         self.head = linear_of(device, weights.head)
         self._head_mix = None
         if weights.hc_head is not None:
-            self._head_mix = HeadMix(config, weights.hc_head, device)
+            self._head_mix = HeadMix(config, weights.hc_head)
 
     @torch.inference_mode()
     def forward(
@@ -115,7 +116,9 @@ class HybridNetwork:
         """
         config = self._config
         streams, pre = spread(F.embedding(layout.token_ids, self._weights.embed), config.hc_mult)
-        ids, published = self._ids(layout), Published()
+        ids, positions = self._ids(layout), layout.positions
+        turns = Turn.of(self.rope, positions), Turn.of(self._compressed_rope, positions)
+        published = Published(turns)
         for layer in self._layers:
             streams = layer.enter(streams, ids, self.recorder)
             if taps is not None and layer.number in taps.targets:
@@ -128,8 +131,7 @@ class HybridNetwork:
         streams, pre = streams.index_select(0, rows), pre.index_select(0, rows)
         if self._head_mix is not None:
             pre = self._head_mix(streams)
-        last = rms_norm(collapse(streams, pre), self._weights.norm, config.rms_norm_eps)
-        return self.head(last)
+        return self.head(self._norm(collapse(streams, pre)))
 
     def _ids(self, layout: StepLayout) -> Tensor | None:
         """Of each token the own compressed id and those before it, int64 [T, n]."""
@@ -159,8 +161,9 @@ class LayerNetwork:
         device: Device,
     ) -> None:
         self.number = layer.index
-        self._eps, self._single_pass = config.rms_norm_eps, config.single_pass
-        self._norms = weights.attn_norm, weights.ffn_norm
+        self._single_pass = config.single_pass
+        norms = weights.attn_norm, weights.ffn_norm
+        self._norms = [device.rms_norm(norm, config.rms_norm_eps) for norm in norms]
         self._mixes = Mix(config, weights.attn_mix, device), Mix(config, weights.ffn_mix, device)
         self.attention = LayerAttention(config, layer, weights.attention, rope, cache, device)
         self._moe = Moe(config, weights.moe, device)
@@ -214,7 +217,7 @@ class LayerNetwork:
             reads_by = pre if self._single_pass else own_pre
             assert reads_by is not None
             x = collapse(streams, reads_by)
-            y = sublayer(rms_norm(x, self._norms[which], self._eps))
+            y = sublayer(self._norms[which](x))
             streams, pre = expand(streams, post, comb, y), own_pre
         assert pre is not None
         return streams, pre
@@ -222,7 +225,8 @@ class LayerNetwork:
     def attention_input(self, streams: Tensor) -> Tensor:
         """What attention is given where a sublayer reads by its own mix (V4): [T, D]."""
         own_pre, _, _ = self._mixes[0](streams)
-        return rms_norm(collapse(streams, own_pre), self._norms[0], self._eps)
+        x: Tensor = self._norms[0](collapse(streams, own_pre))
+        return x
 
     def _record(self, recorder: Recorder | None) -> Record | None:
         if recorder is None:
@@ -236,7 +240,7 @@ class LayerNetwork:
 
 def spread(x: Tensor, num_streams: int) -> tuple[Tensor, Tensor]:
     """`x` [T, D] in every stream [T, S, D], and the mix that reads the first one alone [T, S]."""
-    streams = x[:, None].repeat(1, num_streams, 1)
+    streams = x[:, None].expand(-1, num_streams, -1).contiguous()
     pre = wide(streams.new_zeros(len(streams), num_streams))
     pre[:, 0] = 1
     return streams, pre

@@ -68,6 +68,10 @@ def test_memory_and_arrays_are_the_device_s(stepped):
     tensor = device.upload(array)
     assert device.download(tensor).numpy().tolist() == array.tolist()
     assert device.linear(tensor.view(2, 2))(tensor.view(2, 2)).tolist() == [[1, 3], [3, 13]]
+    normed = device.rms_norm(None, 0.0)(tensor.new_full((2,), 3.0))
+    assert normed.tolist() == pytest.approx([1, 1])
+    balanced = device.sinkhorn(2, 1, 0.0, tensor.dtype)(tensor.new_full((1, 2, 2), 3.0))
+    assert balanced.tolist() == [[[0.5, 0.5], [0.5, 0.5]]]
     assert device.torch_device == stepped.torch_device
     assert device.memory().total_bytes == stepped.memory().total_bytes
     assert device.name == stepped.name

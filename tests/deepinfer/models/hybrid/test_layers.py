@@ -100,7 +100,7 @@ def test_products_of_one_input_are_computed_together(device: SteppedCpuDevice) -
         torch.testing.assert_close(made[name], x.to(weight.dtype) @ weight.T)
 
 
-def test_overlapping_pool_takes_one_series_of_each_group() -> None:
+def test_overlapping_pool_takes_one_series_of_each_group(device: SteppedCpuDevice) -> None:
     """First series of the group before, second of the group itself; missing tokens have no
     weight."""
     plan = Compressor(2, gated=True, overlap=True, position_bias=True)
@@ -114,6 +114,7 @@ def test_overlapping_pool_takes_one_series_of_each_group() -> None:
             norm=torch.ones(dim),
         ),
         1e-20,
+        device,
     )
     members = pool.biased(torch.randn(4, 5) @ pool.weight.T, torch.tensor([0, 1, 0, 1]))
     for missing in (None, torch.tensor([0, 1])):
