@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.metrics import CellMetrics, compute_metrics
 from bench.provenance import environment_changes
-from bench.samples import FINDING_COUNTERS, SAMPLES_FILE, CellRecord, Samples
+from bench.samples import FINDING_COUNTERS, SAMPLES_FILE, CellRecord, Samples, label_of_axes
 from bench.stats import (
     CONFIDENCE,
     MARGIN,
@@ -78,7 +78,7 @@ class CellDifference:
     @property
     def label(self) -> str:
         """`deferred/reverse`."""
-        return label_of(self.axes)
+        return label_of_axes(self.axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +136,10 @@ def compare_results(base: Samples, new: Samples, threshold: float = MARGIN) -> D
         new=new,
         threshold=threshold,
         cells=tuple(_compare_cell(base, olds[key], new, cells[key], threshold) for key in common),
-        only_base=tuple(label_of(olds[key].axes) for key in olds if key not in cells),
-        only_new=tuple(label_of(cells[key].axes) for key in cells if key not in olds),
+        only_base=tuple(label_of_axes(olds[key].axes) for key in olds if key not in cells),
+        only_new=tuple(label_of_axes(cells[key].axes) for key in cells if key not in olds),
         warnings=tuple(_warnings(base, new)),
     )
-
-
-def label_of(axes: Mapping[str, Any]) -> str:
-    """A cell's settings in one word, such as `deferred/reverse`."""
-    return "/".join(str(value) for value in axes.values()) or "the run"
 
 
 def source_of(samples: Samples) -> Path:
@@ -159,7 +154,7 @@ def _by_axes(samples: Samples) -> dict[str, CellRecord]:
 
 
 def _labels(cells: Mapping[str, CellRecord]) -> str:
-    return ", ".join(label_of(cell.axes) for cell in cells.values()) or "none"
+    return ", ".join(label_of_axes(cell.axes) for cell in cells.values()) or "none"
 
 
 def _compare_cell(

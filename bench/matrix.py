@@ -52,6 +52,7 @@ from bench.samples import (
     RunRecord,
     SampleWriter,
     VerificationRecord,
+    axis_text,
 )
 from bench.schema import Workload
 from bench.spec import Resolved
@@ -80,7 +81,7 @@ class Cell:
     @property
     def label(self) -> str:
         """`release=deferred free_order=reverse`."""
-        return " ".join(f"{name}={value}" for name, value in self.axes.items())
+        return " ".join(f"{name}={axis_text(value)}" for name, value in self.axes.items())
 
 
 class Matrix:

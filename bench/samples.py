@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -36,6 +36,16 @@ SAMPLES_FILE = "samples.jsonl"
 FORKED = "forked"  # finish reason of a parent whose children carry on
 # Of each checker, what a round's counters call its findings; a checker that was off counts none.
 FINDING_COUNTERS = {"tags": "wrong_rows", "order": "hazards", "conservation": "contradictions"}
+
+
+def axis_text(value: object) -> str:
+    """The value of an axis as one would write it on the command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def label_of_axes(axes: Mapping[str, object]) -> str:
+    """A cell's settings in one word, such as `deferred/reverse`."""
+    return "/".join(map(axis_text, axes.values())) or "the run"
 
 
 @dataclass(frozen=True, slots=True)

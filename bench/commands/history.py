@@ -81,6 +81,8 @@ def _entry(cell: SavedCell) -> dict[str, Any]:
 def _table(cells: Sequence[SavedCell]) -> str:
     from tabulate import tabulate
 
+    from bench.samples import label_of_axes
+
     rows = []
     previous = None
     for cell in cells:
@@ -95,7 +97,7 @@ def _table(cells: Sequence[SavedCell]) -> str:
         rows.append(
             [
                 *(head if is_first else [""] * len(head)),
-                "/".join(map(str, cell.axes.values())),
+                label_of_axes(cell.axes),
                 str(cell.rounds),
                 *(_figure(cell.metrics[key]) for key in ("tok_per_s", "ttft_ms_p50", "tpot_ms")),
                 _figure(cell.metrics["wrong_requests"]),

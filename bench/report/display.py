@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.report.table import Column, Row, Table
+from bench.samples import axis_text
 
 # Columns that answer the question of the table even when they are 0 in every row.
 ALWAYS_SHOWN = ("tok_per_s", "wrong_requests", "max_logprob_diff")
@@ -126,7 +127,7 @@ def interval_decimals(low: float, high: float) -> int:
 def _format(row: Row, column: Column, precision: int | None) -> str:
     value = row.values[column.key]
     if column.kind == "axis" or not isinstance(value, (int, float)):
-        return "" if value is None else str(value)
+        return "" if value is None else axis_text(value)
     if isinstance(value, int):
         return str(value)
     if column.kind == "small":

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from bench.metrics import CellMetrics
 from bench.rounds import MAX_WARMUPS
-from bench.samples import Samples
+from bench.samples import Samples, label_of_axes
 from bench.stats import CONFIDENCE, Judgement, Verdict, Why
 
 # Policies that keep blocks back until a fence has passed, or wait for it.
@@ -44,7 +44,7 @@ def build_notes(
 
 def cell_label(metrics: CellMetrics) -> str:
     """The cell's settings in one word, such as `deferred/reverse`."""
-    return "/".join(str(value) for value in metrics.cell.axes.values()) or "the run"
+    return label_of_axes(metrics.cell.axes)
 
 
 def _state_of_file(samples: Samples) -> list[str]:

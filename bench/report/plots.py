@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from bench.report.display import format_number, interval_decimals
 from bench.report.legend import interval_name
 from bench.report.table import Row, Table
-from bench.samples import StepRecord
+from bench.samples import StepRecord, label_of_axes
 from bench.stats import percentile
 
 NUM_POINTS = 400  # of a series over time: more than its panel has pixels
@@ -102,7 +102,7 @@ def row_label(table: Table, row: Row) -> str:
     cells = {cell.cell: cell.axes for cell in table.samples.cells}
     axes = cells[row.cell]
     varying = [name for name in axes if len({str(a.get(name)) for a in cells.values()}) > 1]
-    label = "/".join(str(axes[name]) for name in varying or axes) or "the run"
+    label = label_of_axes({name: axes[name] for name in varying or axes})
     return f"{label} UNSAFE" if row.unsafe else label
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.samples import EndRecord, SampleWriter, read_samples
+from bench.samples import EndRecord, SampleWriter, label_of_axes, read_samples
 from deepinfer.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -244,3 +244,9 @@ assert read_samples(sys.argv[1]).run.workload == name
         [*command, "-c", code, str(tmp_path / "run")], env=env, cwd=ROOT, capture_output=True
     )
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_axes_read_as_they_are_written_on_the_command_line():
+    """`false`, and not Python's word for it."""
+    assert label_of_axes({"prefix_cache": False, "overlap": "on", "drafts": 3}) == "false/on/3"
+    assert label_of_axes({}) == "the run"
