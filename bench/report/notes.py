@@ -73,7 +73,7 @@ def _found(m: CellMetrics) -> str:
         )
         if metric.value
     ]
-    return f"UNSAFE, {', '.join(counts)}: {'; '.join(m.findings[:NUM_SHOWN])}" if counts else ""
+    return f"UNSAFE, {', '.join(counts)}: {'; '.join([*dict.fromkeys(m.findings)][:NUM_SHOWN])}" if counts else ""
 
 
 def _checked(m: CellMetrics) -> str:

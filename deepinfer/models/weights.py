@@ -90,11 +90,14 @@ def load_weights(config: ModelConfig, device: Device) -> Qwen3Weights:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Of the network that `config` describes; nothing is made of it."""
-    meta = torch.device("meta")
-    return _assemble(
-        config, lambda name, shape: torch.empty(shape, device=meta), meta
-    ).num_parameters()
+    """Of the network that `config` describes, a tied head counted once; nothing is made of it."""
+    hidden, head_dim = config.hidden_size, config.head_dim
+    q_size = config.num_attention_heads * head_dim
+    kv_size = config.num_key_value_heads * head_dim
+    attention = hidden * (2 * q_size + 2 * kv_size) + 2 * head_dim
+    layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
+    num_tables = 1 if config.tie_word_embeddings else 2
+    return config.num_hidden_layers * layer + num_tables * config.vocab_size * hidden + hidden
 
 
 def interleave(x: Tensor, head_dim: int) -> Tensor:

@@ -94,7 +94,8 @@ def draw_weights(
 
 def num_parameters(config: HybridConfig) -> int:
     """Floating-point values of the network that `config` describes; nothing is made of it."""
-    return _build(config, lambda name, *shape: torch.empty(shape, device="meta")).num_parameters()
+    one = torch.empty(1)  # seen as often as a tensor has values
+    return _build(config, lambda name, *shape: one.expand(shape)).num_parameters()
 
 
 def _tables(config: HybridConfig) -> dict[str, Tensor]:
