@@ -73,7 +73,8 @@ def _found(m: CellMetrics) -> str:
         )
         if metric.value
     ]
-    return f"UNSAFE, {', '.join(counts)}: {'; '.join([*dict.fromkeys(m.findings)][:NUM_SHOWN])}" if counts else ""
+    found = list(dict.fromkeys(m.findings))[:NUM_SHOWN]
+    return f"UNSAFE, {', '.join(counts)}: {'; '.join(found)}" if counts else ""
 
 
 def _checked(m: CellMetrics) -> str:
