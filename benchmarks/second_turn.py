@@ -25,7 +25,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.catalog import find_profile  # noqa: E402
+from bench.catalog import find_profile  # noqa: E402 -- after the path is set
 from bench.spec import load_profile, model_config  # noqa: E402
 from deepinfer.config import EngineConfig  # noqa: E402
 from deepinfer.device import open_device  # noqa: E402

@@ -431,9 +431,8 @@ class LLMEngine:
 
     def _hold_streams(self, fence: Fence) -> None:
         """Make the device wait where the host does not (`ordered`)."""
-        if not fence.passed and fence.event is not None:
-            for name in ("copy", "compute"):
-                self.device.stream(name).wait(fence.event)  # type: ignore[arg-type]
+        for name in ("copy", "compute"):
+            fence.hold(self.device.stream(name))
 
     def _token_ids(self, token_ids: ArrayLike) -> Int32:
         return as_token_ids(token_ids, self.model.vocab_size)

@@ -10,6 +10,7 @@ on the thread that drives the engine and in the order in which it happened there
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.integer[Any]]
 BlockIds = Sequence[int] | NDArray[np.int32]
 
+NO_STEP = sys.maxsize  # of a fence behind no step: nothing but its event tells that it has passed
 # Kinds of `Access`.
 KV, STATE, STAGING, RECORD, BUFFER = "kv", "state", "staging", "record", "buffer"
 

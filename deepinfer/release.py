@@ -20,18 +20,15 @@ device; and blocks join the free list in the same order whether they waited or n
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from deepinfer.block_manager import BlockIds, BlockManager
 from deepinfer.errors import DeviceTimeoutError, check_name, listed
-from deepinfer.observer import Observer
-
-NO_STEP = sys.maxsize  # of a fence behind no step: nothing but its event tells that it has passed
+from deepinfer.observer import NO_STEP, Observer
 
 
 class FenceEvent(Protocol):
@@ -42,13 +39,19 @@ class FenceEvent(Protocol):
     def synchronize(self, timeout_s: float | None = None) -> None: ...
 
 
+class FenceStream(Protocol):
+    """What a fence needs of a device stream."""
+
+    def wait(self, event: Any) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Fence:
     """A point in submitted device work after which the blocks released behind it are untouched.
 
     `step` is `NO_STEP` for a transfer, which has an event under every policy. `event` is None where
-    the policy needs none (`step`). `passed` latches once anybody knows that
-    the point was passed; the event may be gone from then on.
+    the policy needs none (`step`). `passed` latches once anybody knows that the point was passed;
+    the event may be gone from then on.
     """
 
     step: int
@@ -74,6 +77,11 @@ class Fence:
             assert self.event is not None, "a fence without an event passes by `collected` only"
             self.event.synchronize(timeout_s)
             self.passed = True
+
+    def hold(self, stream: FenceStream) -> None:
+        """Let what follows on a device stream wait for the point; the host goes on."""
+        if not self.passed and self.event is not None:
+            stream.wait(self.event)
 
 
 @dataclass(slots=True)

@@ -108,14 +108,6 @@ class StoreCounters:
     num_loaded_tokens: int = 0
 
 
-@dataclass(slots=True)
-class _Progress:
-    """How far the rows of each request were looked at, in tokens, int32 by row."""
-
-    blocks: Int32
-    state: Int32
-
-
 class StoreReuse:
     """Finds and names entries for the requests in `seqs`.
 
@@ -144,7 +136,9 @@ class StoreReuse:
         self._release = release
         self._states = states
         rows = len(seqs.epochs)
-        self._seen = _Progress(np.zeros(rows, np.int32), np.zeros(rows, np.int32))
+        # How far each row was looked at, in tokens: for blocks, and for the state.
+        self._seen_blocks = np.zeros(rows, np.int32)
+        self._seen_states = np.zeros(rows, np.int32)
 
     # -- loading ---------------------------------------------------------------------------------
 
@@ -175,7 +169,7 @@ class StoreReuse:
     def begin(self, seq: Sequence, found: Found, waits: list[Fence]) -> Load | None:
         """Hold the entries for a request that has its row; None if it needs none."""
         row, size = seq.row, self._seqs.block_size
-        self._seen.blocks[row] = self._seen.state[row] = 0
+        self._seen_blocks[row] = self._seen_states[row] = 0
         parts, num_tokens = [], found.num_tokens
         for segment in found.segments:
             fetch = self._store.open(segment.key, segment.parent)
@@ -241,11 +235,11 @@ class StoreReuse:
         ends = np.minimum(sure, seqs.num_tokens[rows])
         boundaries = ends - ends % self.segment_tokens
         num_behind = seqs.state_ends(rows) - boundaries  # that a state there has gone on
-        due = (boundaries > self._seen.state[rows]) & (num_behind <= self._states.max_rewind)
+        due = (boundaries > self._seen_states[rows]) & (num_behind <= self._states.max_rewind)
         saves = []
         for index in np.flatnonzero(due).tolist():
             row, boundary = int(rows[index]), int(boundaries[index])
-            self._seen.state[row] = boundary
+            self._seen_states[row] = boundary
             key = self._key_at(row, boundary)
             if self._store.lacks(state_key(key), key):
                 slot = seqs.state_ids[row : row + 1].copy()
@@ -255,15 +249,15 @@ class StoreReuse:
     def committed(self, rows: Rows) -> None:
         """Pin the blocks of segments whose rows are committed now and that are not kept yet."""
         ends = self._seqs.num_computed_tokens[rows] // self.segment_tokens * self.segment_tokens
-        for index in np.flatnonzero(ends > self._seen.blocks[rows]).tolist():
+        for index in np.flatnonzero(ends > self._seen_blocks[rows]).tolist():
             row = int(rows[index])
-            for segment in self._missing(row, int(self._seen.blocks[row]), int(ends[index])):
+            for segment in self._missing(row, int(self._seen_blocks[row]), int(ends[index])):
                 ids = self._seqs.block_tables[row, segment.first_block : segment.end_block].copy()
                 self._blocks.pin(ids)
                 if self._release.observer is not None:
                     self._release.observer.took(STORE, ids, "save")
                 self.saves.append(Save(segment.key, segment.parent, ids))
-            self._seen.blocks[row] = ends[index]
+            self._seen_blocks[row] = ends[index]
 
     def take_saves(self) -> list[Save]:
         """The saves of blocks since the last call; their pins are the caller's to give up."""

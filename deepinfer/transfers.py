@@ -21,16 +21,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 
 from deepinfer.cache_engine import gib
 from deepinfer.config import EngineConfig
 from deepinfer.device.base import Device, Event, Stream
 from deepinfer.entry_bytes import Bytes, EntryBytes
 from deepinfer.errors import UserError
-from deepinfer.observer import BUFFER, KV, STATE, Access
+from deepinfer.observer import BUFFER, KV, NO_STEP, STATE, Access
 from deepinfer.plan import Int32
-from deepinfer.release import NO_STEP, Fence, ReleaseQueue
+from deepinfer.release import Fence, ReleaseQueue
 from deepinfer.store.directory import DirectoryStore
 from deepinfer.store.keys import fingerprint
 from deepinfer.store.memory import HostStore
@@ -56,6 +55,8 @@ class HostBuffers:
 
 def open_store(model: object, config: EngineConfig, device: Device, *, tags: bool) -> TieredStore:
     """The store that `config` asks for, for the rows of `model`. Raises UserError as it does."""
+    import psutil
+
     available = psutil.virtual_memory().available
     if config.store_bytes > available:
         raise UserError(
@@ -142,8 +143,7 @@ class Transfers:
         nobody else knows any more that the next one must.
         """
         for fence in load.waits:
-            if not fence.passed and fence.event is not None:
-                self._load_stream.wait(fence.event)  # type: ignore[arg-type]
+            fence.hold(self._load_stream)
         self._fetching.append(load)
         self._submit_fetched()
 

@@ -10,14 +10,13 @@ are no block are left out), so one fault does not make a hundred more look like 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.checks.host import Host
-from deepinfer.observer import BlockIds, Observer
+from deepinfer.observer import NO_STEP, BlockIds, Observer
 
 Index = NDArray[np.intp]  # block ids as numpy indexes best
 
@@ -35,7 +34,7 @@ class Release:
         how = f"given up by {self.owner!r} ({self.path})"
         if self.step is None:
             return f"{how} with nothing in flight"
-        fence = f"step {self.step}" if self.step < sys.maxsize else "a fence of no step"
+        fence = f"step {self.step}" if self.step != NO_STEP else "a fence of no step"
         return f"{how} behind {fence}, {'' if self.fenced else 'not '}withheld for it"
 
 

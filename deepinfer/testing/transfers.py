@@ -21,9 +21,9 @@ import numpy as np
 
 from deepinfer.device.base import COMPUTE, Event
 from deepinfer.engine import LLMEngine
-from deepinfer.observer import KV, Access
+from deepinfer.observer import KV, NO_STEP, Access
 from deepinfer.plan import Int32
-from deepinfer.release import NO_STEP, Fence
+from deepinfer.release import Fence
 from deepinfer.sequence import blocks_for
 
 
@@ -89,8 +89,7 @@ class Transfers:
         if release.observer is not None:
             release.observer.took(name, block_ids, "load")
         for fence in release.fences_before_writing(block_ids):
-            if not fence.passed and fence.event is not None:
-                self._stream.wait(fence.event)  # type: ignore[arg-type]
+            fence.hold(self._stream)
         self._stream.submit(
             lambda: self._rows.write(block_ids, num_rows, name),
             writes=(self._access(block_ids, num_rows),),

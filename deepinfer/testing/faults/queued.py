@@ -81,8 +81,7 @@ def hold_on_wrong_stream(engine: LLMEngine) -> None:
     """The stream of copies waits for who had a new block before, and not the one that writes it."""
 
     def hold_streams(inner: Call, fence: Fence) -> None:
-        if not fence.passed and fence.event is not None:
-            engine.device.stream("copy").wait(fence.event)  # type: ignore[arg-type]
+        fence.hold(engine.device.stream("copy"))
 
     around(engine, "_hold_streams", hold_streams)
 

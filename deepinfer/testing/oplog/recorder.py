@@ -24,8 +24,7 @@ from deepinfer.config import EngineConfig
 from deepinfer.device.base import COMPUTE, Event
 from deepinfer.device.wrapper import inner_event
 from deepinfer.errors import UserError
-from deepinfer.observer import KV, STATE, Access, BlockIds, Ints, Observer
-from deepinfer.release import NO_STEP
+from deepinfer.observer import KV, NO_STEP, STATE, Access, BlockIds, Ints, Observer
 from deepinfer.sizing import num_state_slots
 from deepinfer.testing.oplog.log import END, encode, header, step_written
 from deepinfer.testing.oplog.operations import (

@@ -29,8 +29,8 @@ from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.device.wrapper import inner_event
 from deepinfer.errors import DeepInferError, listed
 from deepinfer.names import UNSAFE_POLICIES
-from deepinfer.observer import Observer
-from deepinfer.release import NO_STEP, Fence
+from deepinfer.observer import NO_STEP, Observer
+from deepinfer.release import Fence
 from deepinfer.sizing import num_state_slots
 from deepinfer.testing.oplog.figures import RANDOM, RECORDED, Figures, Progress
 from deepinfer.testing.oplog.memory import ReplayMemory
@@ -347,10 +347,8 @@ class Replay:
         """The stream, behind the fences of blocks that are written from now on (`ordered`)."""
         stream = self.device.stream(name)
         while self._num_held[name] < len(self._stream_waits):
-            fence = self._stream_waits[self._num_held[name]]
+            self._stream_waits[self._num_held[name]].hold(stream)
             self._num_held[name] += 1
-            if not fence.passed and fence.event is not None:
-                stream.wait(cast(Any, fence.event))
         return stream
 
     def _event(self, name: str) -> Event:

@@ -202,6 +202,8 @@ def test_a_fork_of_a_request_that_loads_starts_from_what_there_is(family):
         stage.step()
         stage.fork("parent", "child", sampled(1, 5))
         stage.finish()
+        assert len(stage.ended["child"].token_ids) == 5
+        assert num_loaded(stage) >= 16  # of its parent
 
 
 def test_a_load_that_never_comes_is_a_time_out():
