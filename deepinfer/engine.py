@@ -44,6 +44,7 @@ from deepinfer.errors import (
 )
 from deepinfer.fork_sources import give_up_sources
 from deepinfer.hybrid_runner import HybridRunner
+from deepinfer.last_tokens import LastTokens, make_last_tokens
 from deepinfer.live import as_token_ids
 from deepinfer.model_runner import ModelRunner
 from deepinfer.models.hybrid.cache import HybridCache
@@ -120,9 +121,13 @@ class LLMEngine:
                 check_fits(model, config, self.device)
             self._set_up_host(block_manager, observers)
             self.device = self._checks.watch_device(self.device)
-            runner = runner or self._load(weights)
-            draft_head = runner.draft_head if isinstance(runner, HybridRunner) else None
-            carry = make_carry(config, self.pools.num_draft_slots, drafter, draft_head)
+            num_slots, last_tokens, carry = self.pools.num_draft_slots, None, None
+            if runner is None:
+                last_tokens = make_last_tokens(config, num_slots, self.device, self._checks.tags)
+                runner = self._load(weights, last_tokens)
+            if last_tokens is None:
+                draft_head = runner.draft_head if isinstance(runner, HybridRunner) else None
+                carry = make_carry(config, num_slots, drafter, draft_head)
             self.worker = Worker(runner, self.device, config.block_size, carry)
             if self.store is not None:
                 self.transfers = self._transfers(self.store, runner)
@@ -354,10 +359,17 @@ class LLMEngine:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _load(self, weights: Weights | None) -> Runner:
+    def _load(self, weights: Weights | None, last_tokens: LastTokens | None) -> Runner:
         if weights is None:
             weights = self.device.run(lambda: load_model(self.model, self.device))
-        return make_runner(self.model, self.config, weights, self.device, tags=self._checks.tags)
+        return make_runner(
+            self.model,
+            self.config,
+            weights,
+            self.device,
+            tags=self._checks.tags,
+            last_tokens=last_tokens,
+        )
 
     def _add_or_refuse(self, request_id: str, prompt: Int32, sampling: SamplingParams) -> None:
         if self.add_request(request_id, prompt, sampling) is Verdict.NEVER:

@@ -19,6 +19,7 @@ from deepinfer.device.base import Device, Readback
 from deepinfer.drafters.base import DraftHead
 from deepinfer.entry_bytes import EntryBytes
 from deepinfer.errors import UserError
+from deepinfer.last_tokens import LastTokens
 from deepinfer.models.hybrid.cache import HybridCache
 from deepinfer.models.hybrid.drafting import Drafting, make_drafting
 from deepinfer.models.hybrid.geometry import Geometry
@@ -61,6 +62,7 @@ class HybridRunner:
     Args:
         weights: on `device`, of the shapes `model_config` says.
         tags: keep a prefix tag beside each row, and compare those of the rows a step reads.
+        last_tokens: what is put into plans made ahead; None where plans come complete.
 
     Attributes:
         cache: both pools.
@@ -76,7 +78,9 @@ class HybridRunner:
         device: Device,
         *,
         tags: bool = False,
+        last_tokens: LastTokens | None = None,
     ) -> None:
+        self._last_tokens = last_tokens
         model_config = model_config.served(engine_config.uses_draft_layers)
         geometry = Geometry.of(model_config, engine_config.block_size)
         num_slots = num_state_slots(engine_config.max_num_seqs, engine_config.num_state_slots)
@@ -137,7 +141,11 @@ class HybridRunner:
         token_ids, logprobs = sample(
             logits, plan.temperature, plan.seeds, plan.sample_positions, device
         )
-        return StepReadback(device.download(token_ids), device.download(logprobs), wrong_rows)
+        last_tokens = self._last_tokens
+        put_in = None if last_tokens is None else last_tokens.keep(plan, token_ids)
+        return StepReadback(
+            device.download(token_ids), device.download(logprobs), wrong_rows, put_in
+        )
 
     @torch.inference_mode()
     def logits(
@@ -154,6 +162,8 @@ class HybridRunner:
             hold the position wanted.
         """
         layout = self._layouts.of(plan)
+        if self._last_tokens is not None:
+            layout.token_ids = self._last_tokens.put_in(plan, layout.token_ids)
         wrong_rows = self._check(plan, layout)
         rows = None if tokens is None else self._device.upload(tokens)
         if self.drafting is None:

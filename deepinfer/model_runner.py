@@ -13,6 +13,7 @@ from deepinfer.cache_engine import KVCache
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.device.base import Device
 from deepinfer.entry_bytes import EntryBytes
+from deepinfer.last_tokens import LastTokens
 from deepinfer.models.attention import AttentionPlan, PagedAttention
 from deepinfer.models.qwen3 import Qwen3
 from deepinfer.models.weights import Qwen3Weights
@@ -27,6 +28,7 @@ class ModelRunner:
     Args:
         weights: on `device`, of the shapes `model_config` says.
         tags: keep a tag beside each row, and compare those of the rows a step reads.
+        last_tokens: what is put into plans made ahead; None where plans come complete.
 
     Attributes:
         cache: the KV pool.
@@ -40,7 +42,9 @@ class ModelRunner:
         device: Device,
         *,
         tags: bool = False,
+        last_tokens: LastTokens | None = None,
     ) -> None:
+        self._last_tokens = last_tokens
         self.cache = device.run(
             lambda: KVCache(
                 model_config,
@@ -86,7 +90,11 @@ class ModelRunner:
         token_ids, logprobs = sample(
             logits, plan.temperature, plan.seeds, plan.sample_positions, device
         )
-        return StepReadback(device.download(token_ids), device.download(logprobs), wrong_rows)
+        last_tokens = self._last_tokens
+        put_in = None if last_tokens is None else last_tokens.keep(plan, token_ids)
+        return StepReadback(
+            device.download(token_ids), device.download(logprobs), wrong_rows, put_in
+        )
 
     def _logits(self, plan: StepPlan, attention: AttentionPlan) -> Tensor | None:
         """The forward pass. [M, vocab_size], None if nothing samples."""
@@ -94,4 +102,6 @@ class ModelRunner:
         if len(plan.sample_tokens):
             rows = self._device.upload(plan.sample_tokens.astype(np.int64))
         token_ids = self._device.upload(plan.token_ids)
+        if self._last_tokens is not None:
+            token_ids = self._last_tokens.put_in(plan, token_ids)
         return self._model.forward(token_ids, attention, rows)

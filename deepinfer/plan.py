@@ -183,6 +183,12 @@ class AheadResult:
     num_verified: Int32
     num_proposed: Int32
 
+    @classmethod
+    def without_drafts(cls, ahead: LookAhead) -> AheadResult:
+        """Where there are none: a token for each sequence that sampled."""
+        none = np.zeros_like(ahead.num_pending)
+        return cls(ahead.num_pending, none, none)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

@@ -9,18 +9,19 @@ forward pass with sampling on stream `compute`. Ordered by events:
 Who else must read state slots between two steps (`deepinfer.transfers`) does so with the copies.
 
 What an operation computes is the `Runner`'s. Where plans look ahead, what is open in them is put in
-right before (`deepinfer.carry`), and what was sampled is carried on right behind.
+right before, and what was sampled is carried on right behind: by the runner itself, if all that is
+open are tokens (`deepinfer.last_tokens`), else by `deepinfer.carry`.
 
 Knows nothing of requests or of who owns a block: it touches what the plan names. Invariant: a
-submit call never waits for the device; but where work runs inside the call (CUDA), one that carries
-something on waits for what it carries.
+submit call never waits for the device; but where work runs inside the call (CUDA), one with a
+`Carry` waits for what the step before has found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -28,7 +29,7 @@ import numpy as np
 from deepinfer.carry import NO_TOKENS, Accepted, Carry
 from deepinfer.device.base import COMPUTE, Device, Event, Readback, Stream
 from deepinfer.observer import KV, RECORD, STAGING, STATE, Access
-from deepinfer.plan import Int32, StepPlan, StepResult, WrongRows
+from deepinfer.plan import PLACEHOLDER, AheadResult, Int32, StepPlan, StepResult, WrongRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,13 @@ class StepReadback:
         token_ids, logprobs: int32 [M] and float32 [M]; None if nothing samples.
         wrong_rows: gives what was wrong with the rows read, once the step is done; None where rows
             are not tagged.
+        put_in: int32 [K], tokens that took the place of the plan's placeholders; None if none did.
     """
 
     token_ids: Readback | None = None
     logprobs: Readback | None = None
     wrong_rows: Callable[[], WrongRows] | None = None
+    put_in: Readback | None = None
 
     def result(self, step: int) -> StepResult:
         """The result of `step`; valid once an event recorded behind it has passed."""
@@ -83,7 +86,7 @@ class InFlightStep:
 
     Attributes:
         step: the plan's number.
-        plan: as it was made, or once the step has run as it really ran.
+        plan: as it was made, and once the step is collected as it really ran.
         start, end: events; `end` passes when the step's tokens are ready to be read.
     """
 
@@ -115,8 +118,15 @@ class InFlightStep:
         self.end.synchronize(timeout_s)
         self._device.on_host("collect", reads=(_number(RECORD, self.step),))
         self._device_ms = self.end.elapsed_ms(self.start)
-        result = self._readback.result(self.step)
+        result, put_in = self._readback.result(self.step), self._readback.put_in
+        if put_in is not None:
+            token_ids = self.plan.token_ids.copy()
+            token_ids[token_ids == PLACEHOLDER] = put_in.numpy()
+            self.plan = replace(self.plan, token_ids=token_ids)
         if self._accepted is None:
+            ahead = self.plan.ahead
+            if ahead is not None:
+                result = replace(result, ahead=AheadResult.without_drafts(ahead))
             return result
         accepted = self._accepted(result.logprobs)
         return StepResult(
@@ -149,7 +159,8 @@ class Worker:
     """Queues the steps of one runner. Per step: `submit_copies`, then `submit_forward`.
 
     Args:
-        carry: what steps hand on to the next ones, where plans look ahead; None where they do not.
+        carry: what steps hand on to the next ones; None where plans do not look ahead, or where
+            the runner does it.
     """
 
     def __init__(

@@ -36,6 +36,7 @@ LAYERS = [
     {
         *("deepinfer.outputs", "deepinfer.models", "deepinfer.stopping", "deepinfer.block_tables"),
         *("deepinfer.state_slots", "deepinfer.lookahead", "deepinfer.carry"),
+        "deepinfer.last_tokens",
         *("deepinfer.records", "deepinfer.prefix_reuse"),
     },
     {"deepinfer.store_reuse"},
