@@ -4,7 +4,8 @@
     2. tokens and log-probabilities of the CUDA device against the CPU's, float32
     3. `compare fork-batch` on profile h200 with all six release policies
     4. the NVML and allocator columns of that table are filled
-    5. `check power` on profile h200: faults planted in bfloat16 requests are seen, clean ones pass
+    5. `profile step decode-overlap` on profile h200: the host gap, smaller with `overlap`
+    6. `check power` on profile h200: faults planted in bfloat16 requests are seen, clean ones pass
 
 Prints a summary, one line a check, and writes the samples, the table and the summary to
 docs/results/GPU-DATE/, to be committed. Exit code 0 if all passed, 1 if one failed, 2 without GPU.
@@ -107,6 +108,28 @@ def columns_filled(folder: Path) -> str:
     return f"NVML {first['nvml_used_mib']:.0f} MiB, torch peak {first['torch_peak_mib']:.0f} MiB"
 
 
+def host_gap(folder: Path) -> str:
+    """With overlap the device waits less for the host between two steps."""
+    command = ["profile", "step", "decode-overlap", "--profile", "h200", "--format", "json"]
+    run = subprocess.run(
+        [sys.executable, "cli.py", *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    (folder / "step.json").write_text(run.stdout, encoding="utf-8")
+    assert run.returncode == 0, run.stderr.strip()[-200:]
+    gaps = {gap["overlap"]: gap for gap in json.loads(run.stdout)["gaps"]}
+    text = ", ".join(
+        f"overlap {name} {gap['median_us']:.1f} us = {gap['median_percent']:.2f} % of the step"
+        for name, gap in gaps.items()
+    )
+    assert gaps["on"]["median_us"] < gaps["off"]["median_us"], text
+    return text
+
+
 def faults_are_flagged(folder: Path) -> str:
     """The verification sees faults in bfloat16, within its tolerances for clean requests."""
     run = subprocess.run(
@@ -127,6 +150,7 @@ CHECKS: tuple[Check, ...] = (
     same_as_cpu,
     compare_policies,
     columns_filled,
+    host_gap,
     faults_are_flagged,
 )
 

@@ -154,6 +154,14 @@ class Device(Protocol):
         """
         ...
 
+    def grouped_linear(self, weights: Sequence[Any]) -> Callable[[Any, Any], Any]:
+        """`(x, ends) -> ` the products of groups of rows with one of `weights` each, by `linear`.
+
+        Rows [ends[g - 1], ends[g]) of x [n, in] are group g; `ends` int64 [G] is on the device.
+        Weights [out, in] are on it too, and must not be written afterwards.
+        """
+        ...
+
     def rms_norm(self, weight: Any, eps: float) -> Callable[[Any], Any]:
         """`x -> x * rsqrt(mean(x^2) + eps) [* weight]` over the last dimension, in new memory.
 

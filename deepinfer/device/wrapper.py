@@ -109,6 +109,10 @@ class DeviceWrapper:
         """As the inner device's."""
         return self.inner.linear(weight)
 
+    def grouped_linear(self, weights: Sequence[Any]) -> Callable[[Any, Any], Any]:
+        """As the inner device's."""
+        return self.inner.grouped_linear(weights)
+
     def rms_norm(self, weight: Any, eps: float) -> Callable[[Any], Any]:
         """As the inner device's."""
         return self.inner.rms_norm(weight, eps)

@@ -14,6 +14,7 @@ from deepinfer.engine import LLMEngine
 from deepinfer.last_tokens import LastTokens, make_last_tokens
 from deepinfer.plan import PLACEHOLDER, LookAhead, StepPlan
 from deepinfer.sequence import SamplingParams
+from tests.deepinfer.ahead.scenes import model as tiny_model
 from tests.deepinfer.step_plans import TINY, Run, step_plan
 
 CONFIG = EngineConfig(block_size=4, num_blocks=65, max_num_seqs=4, max_model_len=64)
@@ -111,6 +112,26 @@ def test_no_step_asks_for_what_was_sampled(overlap):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert one.finish_reason == other.finish_reason
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("family", ["qwen3", "v4", "v41"])
+def test_no_submit_waits_for_the_gpu(family):
+    """torch raises where the host would wait for what is queued: the host runs ahead."""
+    model = replace(tiny_model(family)[0], dtype="bfloat16")
+    config = replace(CONFIG, overlap="2", max_num_seqs=4, max_num_batched_tokens=64)
+    with LLMEngine(model, config, device="cuda") as engine:
+        for number in range(4):
+            engine.add_request(f"r{number}", np.arange(1, 9 + number), SamplingParams(24))
+        for _ in range(6):
+            engine.step()
+        for _ in range(8):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                engine.submit_all()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            engine.collect()
 
 
 def test_with_drafts_a_step_does_ask():

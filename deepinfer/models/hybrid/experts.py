@@ -43,8 +43,8 @@ class Moe:
         ups, downs = [*weights.w3, weights.shared_w3], [*weights.w2, weights.shared_w2]
         pairs = zip(gates, ups, strict=True)
         gate_up = torch.cat([torch.cat(pair) for pair in pairs])
-        self._gate_up = [device.linear(part) for part in gate_up.chunk(len(gates))]
-        self._down = [device.linear(weight.contiguous()) for weight in downs]
+        self._gate_up = device.grouped_linear(gate_up.chunk(len(gates)))
+        self._down = device.grouped_linear([weight.contiguous() for weight in downs])
         self._router = linear_of(device, weights.router)
         self._all_from = -(-CHOICES_PER_EXPERT * self._num_routed // self._num_chosen)
         if self._all_from <= FEW_TOKENS:
@@ -72,16 +72,16 @@ class Moe:
         return self._all_down(self._activated(gate_up, gains[..., None]).flatten(1))
 
     def _grouped(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        order = experts.flatten().argsort(stable=True)
-        counts = torch.bincount(experts.flatten(), minlength=self._num_routed).tolist()
-        counts.append(len(x))
+        chosen = experts.flatten()
+        order = chosen.argsort(stable=True)
+        counts = chosen.new_zeros(self._num_routed + 1)
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        counts[-1] = len(x)  # of the shared expert
+        ends = counts.cumsum(0)
         tokens = torch.cat((order // experts.shape[1], torch.arange(len(x), device=x.device)))
         gains = torch.cat((weights.flatten()[order], weights.new_ones(len(x))))
-        parts = torch.split(x.index_select(0, tokens), counts)
-        used = [number for number, count in enumerate(counts) if count]
-        gate_up = torch.cat([self._gate_up[number](parts[number]) for number in used])
-        inner = torch.split(self._activated(gate_up, gains[:, None]).to(x.dtype), counts)
-        out = torch.cat([self._down[number](inner[number]) for number in used])
+        gate_up = self._gate_up(x.index_select(0, tokens), ends)
+        out = self._down(self._activated(gate_up, gains[:, None]).to(x.dtype), ends)
         total = torch.zeros_like(wide(x)).index_add_(0, tokens, wide(out))
         return total.to(x.dtype)
 
