@@ -252,8 +252,14 @@ class EngramLayer:
 class Pool:
     """How the projections of a group's tokens become one normalised row of `dim` elements.
 
+    With overlap a token has two series of kv and gate: the first counts in the group behind its
+    own, the second in its own. Each group of a row takes one of them, so they lie side by side:
+
+        token    [ kv | gate ][ kv | gate ]
+
     Attributes:
-        weight: [kv | gate, D], of the projection.
+        num_series: 1, or 2 with overlap.
+        weight: [num_series * (kv | gate), D], of the projection; without a gate [kv, D].
     """
 
     def __init__(
@@ -263,17 +269,22 @@ class Pool:
         self._norm = device.rms_norm(weights.norm, eps)
         self._dtype = weights.wkv.dtype
         self._bias = None
+        self.num_series = 1 + plan.overlap
         if weights.wgate is None:
             self.weight = weights.wkv
             return
         # Gated pools are projected, kept and summed in at least float32.
-        self.weight = wide(torch.cat((weights.wkv, weights.wgate)))
+        self.weight = wide(self._side_by_side(weights.wkv, weights.wgate, 0))
         if weights.bias is not None:
             bias = wide(weights.bias)
-            self._bias = torch.cat((torch.zeros_like(bias), bias), 1)
+            self._bias = self._side_by_side(torch.zeros_like(bias), bias, 1)
+
+    def _side_by_side(self, kv: Tensor, gate: Tensor, dim: int) -> Tensor:
+        pairs = zip(kv.chunk(self.num_series, dim), gate.chunk(self.num_series, dim), strict=True)
+        return torch.cat([part for pair in pairs for part in pair], dim)
 
     def biased(self, projected: Tensor, phases: Tensor) -> Tensor:
-        """Of each token what its groups pool, [T, kv | gate], of its projection.
+        """Of each token what its groups pool, [T, num_series * (kv | gate)], of its projection.
 
         `phases` int64 [T]: place of the token in its group, of the gate's bias.
         """
@@ -282,8 +293,8 @@ class Pool:
         return projected
 
     def pool(self, members: Tensor, missing: Tensor | None) -> Tensor:
-        """Rows [C, dim] of `members` [C * span, kv | gate]; `missing`: which of these count for
-        nothing."""
+        """Rows [C, dim] of `members` [C * span, kv | gate], a series of each; `missing`: which of
+        these count for nothing."""
         if self._plan.gated:
             members = self._weighted(members, missing)
         row: Tensor = self._norm(members.to(self._dtype))
@@ -291,15 +302,11 @@ class Pool:
 
     def _weighted(self, members: Tensor, missing: Tensor | None) -> Tensor:
         """Per channel, the mean of kv weighted by softmax(gate) over a group: [C, dim]."""
-        ratio, overlap = self._plan.ratio, self._plan.overlap
         if missing is not None:
-            members[:, members.shape[1] // 2 :].index_fill_(0, missing, -torch.inf)
-            members[:, : members.shape[1] // 2].index_fill_(0, missing, 0)
-        groups = members.view(-1, ratio * (1 + overlap), members.shape[1])
+            kv, gate = members.chunk(2, dim=-1)
+            gate.index_fill_(0, missing, -torch.inf)
+            kv.index_fill_(0, missing, 0)
+        groups = members.view(-1, self._plan.ratio * self.num_series, members.shape[1])
         kv, gate = groups.chunk(2, dim=-1)
-        if overlap:  # the first series of the group before, the second of the group itself
-            dim = kv.shape[-1] // 2
-            kv = torch.cat((kv[:, :ratio, :dim], kv[:, ratio:, dim:]), 1)
-            gate = torch.cat((gate[:, :ratio, :dim], gate[:, ratio:, dim:]), 1)
         row: Tensor = (kv * gate.softmax(1)).sum(1)
         return row

@@ -37,6 +37,9 @@ Bools = NDArray[np.bool_]
 class Lookback:
     """Where the values of n wanted (sequence, position) pairs are.
 
+    A token may have several series of values side by side, of which one is wanted. `tokens` and
+    `old_rows` then count series: token * num_series + series.
+
     Attributes:
         tokens: int64 [n], the step's token; of another step: any.
         old: int64 [k], which of the n an earlier step had, or None if none; they are in row
@@ -44,6 +47,7 @@ class Lookback:
         missing: int64 [m], which of the n lie before the start of their sequence; None if none.
         old_seqs, old_positions: of the k, on the host's side: indices into the step's sequences,
             and where in these.
+        num_series: of each token's values.
     """
 
     tokens: Tensor
@@ -53,18 +57,26 @@ class Lookback:
     missing: Tensor | None
     old_seqs: Ints
     old_positions: Ints
+    num_series: int = 1
 
     def gather(self, new: Tensor, kept: Tensor) -> Tensor:
-        """The n values, [n, width]; missing ones are any.
+        """The n values, [n, width / num_series]; missing ones are any.
 
         Args:
             new: [T, width], of the step's tokens.
             kept: [num_slots, num_rows, width], before this step's are stored.
         """
-        found = new.index_select(0, self.tokens)
+        num = self.num_series
+        found = new.view(len(new) * num, -1).index_select(0, self.tokens)
         if self.old is not None:
+            kept = kept.view(len(kept), kept.shape[1] * num, -1)
             found.index_copy_(0, self.old, kept[self.old_slots, self.old_rows].to(found.dtype))
         return found
+
+    def old_of(self, kept: Tensor) -> Tensor:
+        """Of `kept` [num_slots, num_rows], one value per token, those of the k old ones."""
+        assert self.old_rows is not None, "none is old"
+        return kept[self.old_slots, self.old_rows // self.num_series]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +103,9 @@ class Closing:
     Attributes:
         rows: int64 [C], where they go: block * rows_per_block + row.
         positions: int64 [C], of their rotation: the first token of each group.
-        members: of C * span tokens (two groups with overlap); None for ratio 1 without a gate,
-            whose rows are the step's tokens in order.
+        members: of C * span tokens; with overlap those of two groups, and one of the two series of
+            each (`layers.Pool`). None for ratio 1 without a gate, whose rows are the step's tokens
+            in order.
         phases: int64 [T], place of each token in its group.
         kept: what of the step's projections later groups need; None without a gate.
     """

@@ -110,23 +110,33 @@ class Layouts:
         last = plan.context_lens.repeat(plan.num_scheduled) - num_rows
         return np.flatnonzero(plan.positions >= last)
 
-    def _lookback(self, plan: StepPlan, seqs: Ints, positions: Ints, num_rows: int) -> Lookback:
-        """Of (sequence, position) pairs, int64 [n] each."""
+    def _lookback(
+        self,
+        plan: StepPlan,
+        seqs: Ints,
+        positions: Ints,
+        num_rows: int,
+        series: Ints | int = 0,
+        num_series: int = 1,
+    ) -> Lookback:
+        """Of (sequence, position) pairs, int64 [n] each; of each token's values one series."""
         first = plan.context_lens[seqs] - plan.num_scheduled[seqs]
-        tokens = plan.query_start[seqs] + positions - first
+        tokens: Ints = plan.query_start[seqs] + positions - first
         is_old = positions < first
         tokens[is_old] = 0
         old = np.flatnonzero(is_old & (positions >= 0))
         missing = np.flatnonzero(positions < 0)
         some, old_seqs, old_positions = len(old) > 0, seqs[old], positions[old]
+        which = np.broadcast_to(np.asarray(series, np.int64), len(seqs))
         return Lookback(
-            self._upload(tokens),
+            self._upload(tokens * num_series + which),
             self._upload(old) if some else None,
             self._upload(plan.state_ids[old_seqs]) if some else None,
-            self._upload(old_positions % num_rows) if some else None,
+            self._upload(old_positions % num_rows * num_series + which[old]) if some else None,
             self._upload(missing) if len(missing) else None,
             old_seqs,
             old_positions,
+            num_series,
         )
 
     def _closing(self, plan: StepPlan, compressor: Compressor, num_rows: int) -> Closing:
@@ -137,10 +147,12 @@ class Layouts:
         rows = plan.positions[ends].astype(np.int64) // ratio
         members = kept = None
         if compressor.gated:
-            first = (rows - compressor.overlap) * ratio
-            span = ratio * (1 + compressor.overlap)
-            wanted = first[:, None] + np.arange(span)
-            members = self._lookback(plan, np.repeat(seqs, span), wanted.ravel(), num_rows)
+            num_series = 1 + compressor.overlap
+            span = ratio * num_series
+            wanted = (rows - compressor.overlap)[:, None] * ratio + np.arange(span)
+            series = np.tile(np.arange(span) // ratio, len(rows))
+            pairs = np.repeat(seqs, span), wanted.ravel()
+            members = self._lookback(plan, *pairs, num_rows, series, num_series)
             kept = self._kept(plan, num_rows)
         size = self._geometry.block_size
         blocks = plan.block_tables[seqs, plan.positions[ends] // size].astype(np.int64)

@@ -164,10 +164,7 @@ class HybridTags:
         arrays = [new, *closed, *expected]
         uploaded = device.upload(np.concatenate(arrays)).split([len(array) for array in arrays])
 
-        before = [
-            self.beside[kind, num_rows][back.old_slots, back.old_rows]
-            for kind, num_rows, back in reads
-        ]
+        before = [back.old_of(self.beside[kind, num_rows]) for kind, num_rows, back in reads]
         before += [self._ring(*ring, plan, device) for ring in rings if ring[0].before]
         tagged = [(self.rings, layout.window)]
         tagged += [(self.beside[kind, kept.num_rows], kept) for kind, _, kept in looked_back]

@@ -105,20 +105,19 @@ def test_overlapping_pool_takes_one_series_of_each_group(device: SteppedCpuDevic
     weight."""
     plan = Compressor(2, gated=True, overlap=True, position_bias=True)
     dim = 3
-    pool = Pool(
-        plan,
-        CompressorWeights(
-            wkv=torch.randn(2 * dim, 5),
-            wgate=torch.randn(2 * dim, 5),
-            bias=torch.randn(2, 2 * dim),
-            norm=torch.ones(dim),
-        ),
-        1e-20,
-        device,
+    weights = CompressorWeights(
+        wkv=torch.randn(2 * dim, 5),
+        wgate=torch.randn(2 * dim, 5),
+        bias=torch.randn(2, 2 * dim),
+        norm=torch.ones(dim),
     )
-    members = pool.biased(torch.randn(4, 5) @ pool.weight.T, torch.tensor([0, 1, 0, 1]))
+    pool = Pool(plan, weights, 1e-20, device)
+    x, phases = torch.randn(4, 5), torch.tensor([0, 1, 0, 1])
+    projected = pool.biased(x @ pool.weight.T, phases)
+    series = projected.view(4, pool.num_series, -1)
+    members = torch.cat((series[:2, 0], series[2:, 1]))
     for missing in (None, torch.tensor([0, 1])):
-        kv, gate = members[:, : 2 * dim], members[:, 2 * dim :]
+        kv, gate = x @ weights.wkv.T, x @ weights.wgate.T + weights.bias[phases]
         kv = torch.cat([kv[:2, :dim], kv[2:, dim:]])
         gate = torch.cat([gate[:2, :dim], gate[2:, dim:]])
         if missing is not None:

@@ -79,7 +79,8 @@ def test_what_is_kept_is_a_slice_where_it_can_be(device: SteppedCpuDevice) -> No
 
 def test_open_group_is_looked_back_at(device: SteppedCpuDevice) -> None:
     """An overlapping group of 4 needs the 8 tokens up to its last one: those of earlier steps from
-    the slot, those before the start from nowhere."""
+    the slot, those before the start from nowhere. The group before counts by its first series, the
+    own one by its second: numbers are token * 2 + series."""
     plan = step_plan([Run(range(9), [1, 2, 3], 2, 6, state=3)], 4)  # positions 2 ... 7
     layout = layouts(V4, device).of(plan)
     (closing,) = (c for compressor, c in layout.closings.items() if compressor.ratio == 4)
@@ -88,9 +89,9 @@ def test_open_group_is_looked_back_at(device: SteppedCpuDevice) -> None:
     assert members.missing.tolist() == [0, 1, 2, 3]  # of row 0: positions -4 ... -1
     assert members.old.tolist() == [4, 5, 8, 9]  # positions 0 and 1, of both rows
     assert members.old_slots.tolist() == [3] * 4
-    assert members.old_rows.tolist() == [0, 1, 0, 1]
+    assert members.old_rows.tolist() == [1, 3, 0, 2]
     new = [place for place in range(16) if place not in (0, 1, 2, 3, 4, 5, 8, 9)]
-    assert members.tokens[new].tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
+    assert members.tokens[new].tolist() == [1, 3, 0, 2, 5, 7, 9, 11]
 
 
 def test_only_rows_with_the_wanted_tag_are_read(device: SteppedCpuDevice) -> None:
