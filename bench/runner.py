@@ -435,7 +435,7 @@ def _reuse_counters(engine: LLMEngine) -> dict[str, int]:
 
 def _store_counters(engine: LLMEngine) -> dict[str, float]:
     """What was kept beyond the pools, and came back; nothing without a store."""
-    transfers, reuse = engine.transfers, engine.scheduler.store
+    transfers, reuse = engine.transfers, engine.scheduler.store_reuse
     if transfers is None or reuse is None:
         return {}
     return {

@@ -431,9 +431,9 @@ class LLMEngine:
 
     def _keep_blocks(self, step: SubmittedStep) -> None:
         """Queue the copies of what a commit made final."""
-        if self.transfers is not None and self.scheduler.store is not None:
+        if self.transfers is not None and self.scheduler.store_reuse is not None:
             self.transfers.ran(step.flight)
-            self.transfers.save_blocks(self.scheduler.store.take_saves())
+            self.transfers.save_blocks(self.scheduler.store_reuse.take_saves())
 
     def _plan(self) -> StepPlan | None:
         return self._planner.next(in_flight=bool(self._in_flight))

@@ -58,7 +58,8 @@ class Scheduler:
         prefix_tags: what every KV row must be tagged with; None without `tags`.
         num_steps: steps planned so far.
         looks_ahead: whether plans may have open sequences.
-        reuse, store: what finds rows that need not be computed; None without.
+        reuse, store_reuse: what finds rows that need not be computed, in the pool and in the store;
+            None without.
         states_to_keep: state slots to be copied out before the step of the last plan writes them.
     """
 
@@ -91,9 +92,9 @@ class Scheduler:
         self.reuse: PrefixReuse | None = None
         if config.prefix_cache:
             self.reuse = PrefixReuse(seqs, cast(CachingBlockManager, blocks), release)
-        self.store: StoreReuse | None = None
+        self.store_reuse: StoreReuse | None = None
         if store is not None:
-            self.store = StoreReuse(store, seqs, blocks, release, states)
+            self.store_reuse = StoreReuse(store, seqs, blocks, release, states)
         self.states_to_keep: list[Save] = []
         self.num_steps = 0
         self._held = Holdings(seqs, release, states, drafts, self.prefix_tags)
@@ -102,7 +103,7 @@ class Scheduler:
         self._live = LiveRequests()
         self._tables = BlockTables(seqs, blocks, release)
         self._fitting = TableFitting(config, self._held, self._tables)
-        self._admission = Admission(config, self._held, self._tables, self.reuse, self.store)
+        self._admission = Admission(config, self._held, self._tables, self.reuse, self.store_reuse)
         self._plans = PlanBuilder(
             seqs,
             self.prefix_tags,
@@ -220,8 +221,8 @@ class Scheduler:
 
     def load_failed(self, load: Load) -> None:
         """An entry was gone, or bad: the request waits again."""
-        assert self.store is not None, "it was loaded from there"
-        self.store.counters.num_failed_loads += 1
+        assert self.store_reuse is not None, "it was loaded from there"
+        self.store_reuse.counters.num_failed_loads += 1
         self._held.load_failed(load)
 
     # -- one step --------------------------------------------------------------------------------
@@ -243,9 +244,9 @@ class Scheduler:
             counters = gather(rows) if len(rows) > num_rows else counters
         for seq in self._admission.started:
             self._plans.started(seq)
-        if self.store is not None:
+        if self.store_reuse is not None:
             first = counters.num_computed_tokens
-            scheduled = self.store.cut_at_boundary(rows, first, scheduled)
+            scheduled = self.store_reuse.cut_at_boundary(rows, first, scheduled)
         if drafts is not None:
             drafts = np.append(drafts, np.zeros(len(rows) - len(drafts), np.int32))
             scheduled = scheduled + drafts
@@ -262,9 +263,9 @@ class Scheduler:
             return None
         if self.states is not None:
             self._tables.waits += self.states.queue_copies(copies)
-        if self.store is not None:
+        if self.store_reuse is not None:
             unsure = self.seqs.num_unsure(rows, counters)
-            self.states_to_keep = self.store.states_to_keep(rows, counters, unsure)
+            self.states_to_keep = self.store_reuse.states_to_keep(rows, counters, unsure)
         self.num_steps += 1
         self.counters.num_block_copies += len(copies.blocks)
         self.counters.num_state_copies += len(copies.states)
@@ -291,12 +292,12 @@ class Scheduler:
         commit = self._results.write_back(plan, result)
         if self.config.drafts and self.release.observer is not None:
             self.release.observer.committed(committed_rows(self.seqs, plan))
-        if self.reuse is not None or self.store is not None:
+        if self.reuse is not None or self.store_reuse is not None:
             rows = plan.rows[self.seqs.epochs[plan.rows] == plan.epochs]
             if self.reuse is not None:
                 self.reuse.publish(rows, held.in_flight)
-            if self.store is not None:
-                self.store.committed(rows)
+            if self.store_reuse is not None:
+                self.store_reuse.committed(rows)
         for seq, _ in commit.finished:
             self._end(seq, "finish")
         self._fitting.committed(plan)

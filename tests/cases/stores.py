@@ -37,7 +37,7 @@ def segment_bytes(s):
 
 def num_loaded(s):
     """Tokens whose rows were loaded so far."""
-    return s.engine.scheduler.store.counters.num_loaded_tokens
+    return s.engine.scheduler.store_reuse.counters.num_loaded_tokens
 
 
 def findings(s):

@@ -40,7 +40,7 @@ def test_r43_what_was_found_may_be_gone_when_it_is_wanted(family):
         s.add("busy", prompt_of(1, 16), sampled(0, 3))
         s.submit()
         s.add("again", prompt_of(0, 17), sampled(0, 2))
-        store, seq = s.engine.scheduler.store, s.engine.scheduler.find("again")
+        store, seq = s.engine.scheduler.store_reuse, s.engine.scheduler.find("again")
         assert store.match(seq, np.empty(0, np.int32)).num_tokens == 16
         s.collect()
         s.finish()
@@ -164,7 +164,7 @@ def drafted(family, kept, spoil=lambda engine: None):
         while (output := engine.step()) is not None:
             if output.stats.drafts is not None:
                 accepted += sum(output.stats.drafts.accepted)
-        assert engine.scheduler.store.counters.num_loaded_tokens == (56 if kept else 0)
+        assert engine.scheduler.store_reuse.counters.num_loaded_tokens == (56 if kept else 0)
         assert engine.findings.first == []
         return runner.guesses, accepted
 

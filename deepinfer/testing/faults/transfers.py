@@ -185,5 +185,5 @@ def _transfers(engine: LLMEngine) -> Transfers:
 
 
 def _reuse(engine: LLMEngine) -> StoreReuse:
-    assert engine.scheduler.store is not None, "planted in an engine with a store"
-    return engine.scheduler.store
+    assert engine.scheduler.store_reuse is not None, "planted in an engine with a store"
+    return engine.scheduler.store_reuse

@@ -33,7 +33,7 @@ def keep(stage, seed=0, size=30, name="kept"):
 
 def num_loaded(stage):
     """Tokens whose rows were loaded so far."""
-    return stage.engine.scheduler.store.counters.num_loaded_tokens
+    return stage.engine.scheduler.store_reuse.counters.num_loaded_tokens
 
 
 @pytest.mark.parametrize(("size", "loaded"), [(7, 0), (8, 0), (9, 8), (16, 8), (17, 16), (30, 24)])
@@ -153,7 +153,7 @@ def test_of_a_prefix_in_files_that_memory_cannot_hold_the_first_part_is_loaded(
     with Stage("qwen3", replace(KEPT, max_model_len=60, store_bytes=room, **files)) as stage:
         keep(stage, size=44)
         assert num_loaded(stage) == loaded
-        assert stage.engine.scheduler.store.counters.num_failed_loads == 0
+        assert stage.engine.scheduler.store_reuse.counters.num_failed_loads == 0
 
 
 @pytest.mark.parametrize(("timeout_s", "comes"), [(5.0, True), (0.2, False)])

@@ -88,7 +88,7 @@ def test_tokens_are_those_of_a_run_without_a_store(row):
         play(stage, forks=row["forks"])
         assert stage.ended.keys() == stage.requests.keys()
         store, transfers = stage.engine.store, stage.engine.transfers
-        counters = stage.engine.scheduler.store.counters
+        counters = stage.engine.scheduler.store_reuse.counters
         SEEN.update(
             loads=counters.num_loads,
             tokens=counters.num_loaded_tokens,
