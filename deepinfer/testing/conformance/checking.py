@@ -32,7 +32,7 @@ from deepinfer.testing.conformance.invariants import INVARIANTS, Invariant
 from deepinfer.testing.conformance.trial import CutShort, Trial, Violation
 
 HOLDS, FAILS, NOT_OFFERED, UNCLEAR = "holds", "fails", "not offered", "unclear"
-EXAMPLES = 150
+EXAMPLES = 300  # with 150 one bug in a hundred runs of the tests would be missed
 STEPS = 30
 # Usable blocks, a fifth of the runs each; None: drawn. Smallest first, for hypothesis shrinks one
 # number at a time, and a program for a smaller pool often has other counts as well.
