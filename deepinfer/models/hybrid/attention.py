@@ -305,15 +305,12 @@ class _Source:
     def _pooled(self, pool: Pool, kind: str, projected: Tensor, closing: Closing) -> Tensor | None:
         """The rows [C, dim] that close; None if none does. The step's projections are kept."""
         projected = pool.biased(projected, closing.phases)
-        if closing.members is None:
+        kept, members, rows = closing.kept, closing.members, None
+        if kept is None:
             return pool.pool(projected, None)
         open_rows = self._cache.region(kind, self._layer.index)
-        rows = None
-        if len(closing.rows):
-            members = closing.members.gather(projected, open_rows)
-            rows = pool.pool(members, closing.members.missing)
-        kept = closing.kept
-        assert kept is not None
+        if members is not None:
+            rows = pool.pool(members.gather(projected, open_rows), members.missing)
         open_rows[kept.slots, kept.rows] = kept.of(projected).to(open_rows.dtype)
         return rows
 

@@ -63,7 +63,7 @@ def linears_of(device: Device, weights: Mapping[str, Tensor]) -> Linears:
     def linears(x: Tensor) -> dict[str, Tensor]:
         results: dict[str, Tensor] = {}
         for names, sizes, product in products:
-            results |= zip(names, torch.split(product(x), sizes, 1), strict=True)
+            results |= zip(names, product(x).split_with_sizes(sizes, 1), strict=True)
         return results
 
     return linears

@@ -104,8 +104,8 @@ class Closing:
         rows: int64 [C], where they go: block * rows_per_block + row.
         positions: int64 [C], of their rotation: the first token of each group.
         members: of C * span tokens; with overlap those of two groups, and one of the two series of
-            each (`layers.Pool`). None for ratio 1 without a gate, whose rows are the step's tokens
-            in order.
+            each (`layers.Pool`). None if no row closes, or for ratio 1 without a gate, whose rows
+            are the step's tokens in order.
         phases: int64 [T], place of each token in its group.
         kept: what of the step's projections later groups need; None without a gate.
     """
@@ -243,9 +243,9 @@ class StepLayout:
     rows_read: list[RowsRead] = field(default_factory=list)
 
     @property
-    def looked_back(self) -> list[tuple[str, Lookback, Kept]]:
+    def beside_rings(self) -> list[tuple[str, Lookback | None, Kept]]:
         """What lies in state slots beside the rings: by kind of region what the step reads of
-        earlier steps, and what of its own it then leaves there."""
+        earlier steps, if anything, and what of its own it then leaves there."""
         parts = [(OPEN, closing.members, closing.kept) for closing in self.closings.values()]
         parts += [(IDS, self.ids, self.kept_ids), (STREAMS, self.streams, self.kept_streams)]
-        return [(kind, back, kept) for kind, back, kept in parts if back and kept]
+        return [(kind, back, kept) for kind, back, kept in parts if kept]

@@ -146,13 +146,14 @@ class Layouts:
         seqs = np.repeat(np.arange(plan.num_seqs), plan.num_scheduled)[ends]
         rows = plan.positions[ends].astype(np.int64) // ratio
         members = kept = None
-        if compressor.gated:
+        if compressor.gated and len(ends):
             num_series = 1 + compressor.overlap
             span = ratio * num_series
             wanted = (rows - compressor.overlap)[:, None] * ratio + np.arange(span)
             series = np.tile(np.arange(span) // ratio, len(rows))
             pairs = np.repeat(seqs, span), wanted.ravel()
             members = self._lookback(plan, *pairs, num_rows, series, num_series)
+        if compressor.gated:
             kept = self._kept(plan, num_rows)
         size = self._geometry.block_size
         blocks = plan.block_tables[seqs, plan.positions[ends] // size].astype(np.int64)

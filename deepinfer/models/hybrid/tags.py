@@ -149,9 +149,11 @@ class HybridTags:
             for read, found in zip(layout.tags, layout.found_tags, strict=True)
             if read.before is before
         ]
-        looked_back = layout.looked_back
+        beside = layout.beside_rings
         reads = [
-            (kind, kept.num_rows, back) for kind, back, kept in looked_back if len(back.old_seqs)
+            (kind, kept.num_rows, back)
+            for kind, back, kept in beside
+            if back is not None and len(back.old_seqs)
         ]
         parts = [_back_part(plan, kind, back) for kind, _, back in reads]
         parts += [_ring_part(plan, read) for read, _ in rings]
@@ -167,7 +169,7 @@ class HybridTags:
         before = [back.old_of(self.beside[kind, num_rows]) for kind, num_rows, back in reads]
         before += [self._ring(*ring, plan, device) for ring in rings if ring[0].before]
         tagged = [(self.rings, layout.window)]
-        tagged += [(self.beside[kind, kept.num_rows], kept) for kind, _, kept in looked_back]
+        tagged += [(self.beside[kind, kept.num_rows], kept) for kind, _, kept in beside]
         for tags, kept in tagged:
             tags[kept.slots, kept.rows] = kept.of(uploaded[0])
         for (ratio, rows), tags in zip(closings.items(), uploaded[1:], strict=False):
