@@ -110,18 +110,10 @@ def columns_filled(folder: Path) -> str:
 
 def host_gap(folder: Path) -> str:
     """With overlap the device waits less for the host between two steps."""
-    command = ["profile", "step", "decode-overlap", "--profile", "h200", "--format", "json"]
-    run = subprocess.run(
-        [sys.executable, "cli.py", *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    (folder / "step.json").write_text(run.stdout, encoding="utf-8")
-    assert run.returncode == 0, run.stderr.strip()[-200:]
-    gaps = {gap["overlap"]: gap for gap in json.loads(run.stdout)["gaps"]}
+    workload = ("profile", "step", "decode-overlap", "--profile", "h200", "--format", "json")
+    gaps = {
+        gap["overlap"]: gap for gap in json.loads(_printed(folder / "step.json", *workload))["gaps"]
+    }
     text = ", ".join(
         f"overlap {name} {gap['median_us']:.1f} us = {gap['median_percent']:.2f} % of the step"
         for name, gap in gaps.items()
@@ -132,17 +124,23 @@ def host_gap(folder: Path) -> str:
 
 def faults_are_flagged(folder: Path) -> str:
     """The verification sees faults in bfloat16, within its tolerances for clean requests."""
+    _printed(folder / "power.txt", "check", "power", "--profile", "h200", "--trials", "32")
+    return "32 requests of each kind; see power.txt"
+
+
+def _printed(path: Path, *arguments: str) -> str:
+    """What the command line prints, which is kept in `path`."""
     run = subprocess.run(
-        [sys.executable, "cli.py", "check", "power", "--profile", "h200", "--trials", "32"],
+        [sys.executable, "cli.py", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=90,
         check=False,
     )
-    (folder / "power.txt").write_text(run.stdout, encoding="utf-8")
+    path.write_text(run.stdout, encoding="utf-8")
     assert run.returncode == 0, run.stdout.strip() or run.stderr.strip()[-200:]
-    return "32 requests of each kind; see power.txt"
+    return run.stdout
 
 
 CHECKS: tuple[Check, ...] = (
