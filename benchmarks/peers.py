@@ -203,9 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--family", choices=["qwen3", "v4"], default="qwen3")
     parser.add_argument("--rounds", type=int, help="default 3; 8 with --family v4")
-    parser.add_argument(
-        "--prompt-tokens", type=int, default=PROMPT, help="with --family v4; default 1024"
-    )
+    parser.add_argument("--prompt-tokens", type=int, help="with --family v4; default 1024")
     parser.add_argument(
         "--keep-memory", action="store_true", help="with --family v4: no page faults; see peers_v4"
     )
@@ -221,8 +219,10 @@ def main() -> None:
         sys.path.insert(0, str(ROOT))
         from benchmarks.peers_v4 import compare
 
-        compare(args.rounds or 8, args.prompt_tokens, keep_memory=args.keep_memory)
+        compare(args.rounds or 8, args.prompt_tokens or PROMPT, keep_memory=args.keep_memory)
         return
+    if args.keep_memory or args.prompt_tokens is not None:
+        parser.error("--keep-memory and --prompt-tokens go with --family v4")
     pythons = {"deepinfer": sys.executable, "transformers": sys.executable}
     if args.vllm_python:
         pythons["vllm"] = args.vllm_python

@@ -121,16 +121,9 @@ class LLMEngine:
                 check_fits(model, config, self.device)
             self._set_up_host(block_manager, observers)
             self.device = self._checks.watch_device(self.device)
-            num_slots, last_tokens, carry = self.pools.num_draft_slots, None, None
-            if runner is None:
-                last_tokens = make_last_tokens(config, num_slots, self.device, self._checks.tags)
-                runner = self._load(weights, last_tokens)
-            if last_tokens is None:
-                draft_head = runner.draft_head if isinstance(runner, HybridRunner) else None
-                carry = make_carry(config, num_slots, drafter, draft_head)
-            self.worker = Worker(runner, self.device, config.block_size, carry)
+            self.worker = self._make_worker(runner, weights, drafter)
             if self.store is not None:
-                self.transfers = self._transfers(self.store, runner)
+                self.transfers = self._transfers(self.store, self.worker.runner)
             self._planner = Planner(self.scheduler, self.pools, self.transfers, self._timeout_s)
             self.device.synchronize()  # the pool was made on no stream of ours
         except BaseException:
@@ -358,6 +351,22 @@ class LLMEngine:
         self.close()
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _make_worker(
+        self, runner: Runner | None, weights: Weights | None, drafter: Drafter | None
+    ) -> Worker:
+        """Of a runner, by default the network of the model, with what its steps hand on."""
+        config, checks, num_slots = self.config, self._checks, self.pools.num_draft_slots
+        last_tokens, carry = None, None
+        if runner is None:
+            last_tokens = make_last_tokens(
+                config, num_slots, self.device, tags=checks.tags, told=checks.reads_plans
+            )
+            runner = self._load(weights, last_tokens)
+        if last_tokens is None:
+            draft_head = runner.draft_head if isinstance(runner, HybridRunner) else None
+            carry = make_carry(config, num_slots, drafter, draft_head)
+        return Worker(runner, self.device, config.block_size, carry)
 
     def _load(self, weights: Weights | None, last_tokens: LastTokens | None) -> Runner:
         if weights is None:

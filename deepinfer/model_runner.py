@@ -91,9 +91,9 @@ class ModelRunner:
             logits, plan.temperature, plan.seeds, plan.sample_positions, device
         )
         last_tokens = self._last_tokens
-        put_in = None if last_tokens is None else last_tokens.keep(plan, token_ids)
+        newest = None if last_tokens is None else last_tokens.keep(plan, token_ids)
         return StepReadback(
-            device.download(token_ids), device.download(logprobs), wrong_rows, put_in
+            device.download(token_ids), device.download(logprobs), wrong_rows, newest
         )
 
     def _logits(self, plan: StepPlan, attention: AttentionPlan) -> Tensor | None:

@@ -20,7 +20,6 @@ from deepinfer.observer import Observer
 from deepinfer.prefix_cache import CachingBlockManager
 from deepinfer.records import RecordPool
 from deepinfer.release import ReleaseQueue
-from deepinfer.sizing import num_state_slots
 from deepinfer.slots import Slots
 from deepinfer.state_slots import StatePool, StateSlots
 
@@ -60,7 +59,9 @@ class Pools:
             self.states = StateSlots(*made, states.max_rewind)
         self.drafts: Slots | None = None
         if config.looks_ahead:
-            made = self._make("draft slots", num_state_slots(config.max_num_seqs))
+            # All may end in each of the steps that a policy withholds: nobody waits for a slot.
+            num_slots = 1 + config.max_num_seqs * (2 + max_in_flight)
+            made = self._make("draft slots", num_slots)
             self.drafts = Slots(*made, "draft_slot")
         # Between two release points as many results may be collected as steps were in flight.
         records = self._make("output records", max_in_flight + 1)

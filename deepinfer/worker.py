@@ -40,13 +40,14 @@ class StepReadback:
         token_ids, logprobs: int32 [M] and float32 [M]; None if nothing samples.
         wrong_rows: gives what was wrong with the rows read, once the step is done; None where rows
             are not tagged.
-        put_in: int32 [K], tokens that took the place of the plan's placeholders; None if none did.
+        newest: int32 [K], tokens that took the place of the plan's placeholders; None if none did,
+            or nobody asks.
     """
 
     token_ids: Readback | None = None
     logprobs: Readback | None = None
     wrong_rows: Callable[[], WrongRows] | None = None
-    put_in: Readback | None = None
+    newest: Readback | None = None
 
     def result(self, step: int) -> StepResult:
         """The result of `step`; valid once an event recorded behind it has passed."""
@@ -86,7 +87,8 @@ class InFlightStep:
 
     Attributes:
         step: the plan's number.
-        plan: as it was made, and once the step is collected as it really ran.
+        plan: as it was made, and once the step is collected as it really ran; with placeholders
+            still, where nobody asks what became of them.
         start, end: events; `end` passes when the step's tokens are ready to be read.
     """
 
@@ -118,10 +120,10 @@ class InFlightStep:
         self.end.synchronize(timeout_s)
         self._device.on_host("collect", reads=(_number(RECORD, self.step),))
         self._device_ms = self.end.elapsed_ms(self.start)
-        result, put_in = self._readback.result(self.step), self._readback.put_in
-        if put_in is not None:
+        result, newest = self._readback.result(self.step), self._readback.newest
+        if newest is not None:
             token_ids = self.plan.token_ids.copy()
-            token_ids[token_ids == PLACEHOLDER] = put_in.numpy()
+            token_ids[token_ids == PLACEHOLDER] = newest.numpy()
             self.plan = replace(self.plan, token_ids=token_ids)
         if self._accepted is None:
             ahead = self.plan.ahead

@@ -68,6 +68,11 @@ class Checks:
         """Whether rows are tagged."""
         return "tags" in self.names
 
+    @property
+    def reads_plans(self) -> bool:
+        """Whether `tagged` looks at the tokens that a step ran with."""
+        return self._conservation is not None
+
     def watch_device(self, device: Device) -> Device:
         """The device to use instead of `device`."""
         return device if self.observer is None else ObservedDevice(device, self.observer)

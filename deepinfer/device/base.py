@@ -154,11 +154,11 @@ class Device(Protocol):
         """
         ...
 
-    def grouped_linear(self, weights: Sequence[Any]) -> Callable[[Any, Any], Any]:
-        """`(x, ends) -> ` the products of groups of rows with one of `weights` each, by `linear`.
+    def grouped_linear(self, weights: Any) -> Callable[[Any, Any], Any]:
+        """`(x, ends) -> ` the products of groups of rows with a weight each, [n, out].
 
-        Rows [ends[g - 1], ends[g]) of x [n, in] are group g; `ends` int64 [G] is on the device.
-        Weights [out, in] are on it too, and must not be written afterwards.
+        Rows [ends[g - 1], ends[g]) of x [n, in], n > 0, are group g; `ends` int64 [G] is on the
+        device. So are `weights` [G, out, in], which must not be written afterwards.
         """
         ...
 

@@ -29,7 +29,7 @@ from deepinfer.device.base import (
     T,
     run_and_wait,
 )
-from deepinfer.device.grouped import in_one_kernel, one_by_one
+from deepinfer.device.grouped import has_kernel, in_one_kernel, one_by_one
 from deepinfer.device.sinkhorn import torch_sinkhorn
 from deepinfer.errors import DeviceError, DeviceTimeoutError, UserError
 from deepinfer.observer import Access
@@ -322,13 +322,13 @@ class CudaDevice:
         return lambda x: F.linear(x, weight)
 
     def grouped_linear(
-        self, weights: Sequence[torch.Tensor]
+        self, weights: torch.Tensor
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Products of groups of rows, in one kernel; in wider floats than 16 bits torch has it for
-        tests only, and the host waits to know the groups."""
-        if weights[0].dtype in (torch.bfloat16, torch.float16):
+        """Products of groups of rows: in one kernel, if there is one; else the host waits to know
+        the groups."""
+        if has_kernel(weights):
             return in_one_kernel(weights)
-        return one_by_one([self.linear(weight) for weight in weights])
+        return one_by_one([self.linear(weight) for weight in weights.unbind()])
 
     def rms_norm(
         self, weight: torch.Tensor | None, eps: float

@@ -324,12 +324,12 @@ class TicketDevice(ABC, Generic[S]):
         return cpu_linear(weight)
 
     def grouped_linear(
-        self, weights: Sequence[torch.Tensor]
+        self, weights: torch.Tensor
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Products of groups of rows, one by one."""
         from deepinfer.device.grouped import one_by_one
 
-        return one_by_one([self.linear(weight) for weight in weights])
+        return one_by_one([self.linear(weight) for weight in weights.unbind()])
 
     def rms_norm(
         self, weight: torch.Tensor | None, eps: float

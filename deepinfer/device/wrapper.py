@@ -109,7 +109,7 @@ class DeviceWrapper:
         """As the inner device's."""
         return self.inner.linear(weight)
 
-    def grouped_linear(self, weights: Sequence[Any]) -> Callable[[Any, Any], Any]:
+    def grouped_linear(self, weights: Any) -> Callable[[Any, Any], Any]:
         """As the inner device's."""
         return self.inner.grouped_linear(weights)
 

@@ -41,7 +41,7 @@ def plan_of(*runs: Run, slots: list[int], known: list[int]) -> StepPlan:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_each_placeholder_becomes_the_newest_token_of_its_slot(dtype):
     """A chunk and a decode whose token is known stay as they are; order of slots is no matter."""
-    last = LastTokens(NUM_SLOTS, SteppedCpuDevice())
+    last = LastTokens(NUM_SLOTS, SteppedCpuDevice(), told=True)
     table = range(1, 9)
     prompts = [Run([n] * 3, table, 0, 3, sampled=n != 2) for n in (1, 2, 3)]
     last.keep(plan_of(*prompts, slots=[5, 2, 4], known=[3, 9, 3]), torch.tensor([70, 90]).int())
@@ -85,7 +85,8 @@ def test_nothing_is_put_into_a_complete_plan():
 )
 def test_tokens_stay_on_the_device_where_nothing_else_is_open(settings, tags, stay):
     """With overlap, without drafts, and without tags that are made of them."""
-    made = make_last_tokens(replace(CONFIG, **settings), NUM_SLOTS, SteppedCpuDevice(), tags)
+    config = replace(CONFIG, **settings)
+    made = make_last_tokens(config, NUM_SLOTS, SteppedCpuDevice(), tags=tags, told=False)
     assert (made is not None) == stay
 
 
@@ -112,6 +113,28 @@ def test_no_step_asks_for_what_was_sampled(overlap):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert one.finish_reason == other.finish_reason
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-4)
+
+
+@pytest.mark.parametrize("checks", ["off", "order+conservation"])
+def test_steps_without_drafts_say_so_and_plans_stay_as_they_were_made(checks):
+    """No draft is counted as verified or waiting; what ran is known where a checker asks."""
+    config = replace(CONFIG, overlap="on", checks=checks)
+    with LLMEngine(TINY, config, device=SteppedCpuDevice()) as engine:
+        for number in range(3):
+            engine.add_request(f"r{number}", np.arange(1, 4 + number), SamplingParams(8))
+        num_open = 0
+        while engine.submit_all():
+            step = engine._in_flight[0]
+            is_open, planned = step.plan.ahead.is_open, step.plan.token_ids.copy()
+            output = engine.collect()
+            assert output.stats.drafts is None
+            assert not engine.scheduler.seqs.num_proposed_drafts.any()
+            assert (step.plan.token_ids == planned).all()
+            assert (planned == PLACEHOLDER).sum() == is_open.sum()
+            ran = step.flight.plan.token_ids
+            assert (PLACEHOLDER in ran) == (checks == "off" and is_open.any())
+            num_open += int(is_open.sum())
+        assert num_open > 10
 
 
 @pytest.mark.cuda

@@ -2,7 +2,7 @@
 
 The sum over a token's experts is computed in one of two ways:
 
-    grouped   tokens sorted by expert, two products per expert that has any
+    grouped   tokens sorted by expert, two grouped products
     all       every expert of every token in two products; an expert not chosen has gain 0
 
 Few tokens that use most of the experts have all these weights read whichever way it is, and then
@@ -43,8 +43,8 @@ class Moe:
         ups, downs = [*weights.w3, weights.shared_w3], [*weights.w2, weights.shared_w2]
         pairs = zip(gates, ups, strict=True)
         gate_up = torch.cat([torch.cat(pair) for pair in pairs])
-        self._gate_up = device.grouped_linear(gate_up.chunk(len(gates)))
-        self._down = device.grouped_linear([weight.contiguous() for weight in downs])
+        self._gate_up = device.grouped_linear(gate_up.view(len(gates), -1, gate_up.shape[1]))
+        self._down = device.grouped_linear(torch.stack(downs))
         self._router = linear_of(device, weights.router)
         self._all_from = -(-CHOICES_PER_EXPERT * self._num_routed // self._num_chosen)
         if self._all_from <= FEW_TOKENS:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from deepinfer.drafters.acceptance import PATTERNS, Acceptance
-from deepinfer.names import OVERLAPS
+from deepinfer.names import OVERLAPS, RELEASE_POLICIES
 from deepinfer.sequence import SamplingParams
 from tests.deepinfer.ahead.scenes import CONFIG, Stage, prompt_of, sampled
 
@@ -147,3 +147,33 @@ def test_drafts_give_way_before_a_request_does(size):
     count, given = preemptions(smallest, 5)
     assert count == 0
     assert {0, 5} <= given
+
+
+# -- slots -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("release", RELEASE_POLICIES)
+def test_a_state_slot_is_withheld_behind_the_step_queued_when_its_request_ended(release, overlap):
+    """With two rows, the most held and withheld; a row of the table in docs/engine.md."""
+    waits = overlap != "off" and release not in ("early", "blocking", "ordered")
+    config = replace(CONFIG, overlap=overlap, release=release, max_num_seqs=2, num_state_slots=9)
+    with Stage("v4", config) as stage:
+        for number, count in enumerate((9, 14, 9, 9)):
+            stage.add(f"r{number}", prompt_of(number, 5), sampled(number, count))
+        stage.finish()
+        in_use = [stats.slots_held + stats.slots_withheld for stats in stage.steps]
+        assert max(in_use) == (3 if waits else 2)
+        assert stage.engine.scheduler.counters.num_later_slots == 0
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS[1:])
+@pytest.mark.parametrize("release", RELEASE_POLICIES)
+def test_nobody_waits_for_a_draft_slot(release, overlap):
+    """However soon requests end, and whatever is withheld behind steps in flight."""
+    config = replace(CONFIG, overlap=overlap, release=release, max_num_seqs=2)
+    with Stage("qwen3", config) as stage:
+        for number in range(16):
+            stage.add(f"r{number}", prompt_of(number % 3, 3), sampled(number % 3, 1 + number % 3))
+        stage.finish()
+        assert stage.engine.scheduler.counters.num_later == 0

@@ -68,7 +68,7 @@ def test_memory_and_arrays_are_the_device_s(stepped):
     tensor = device.upload(array)
     assert device.download(tensor).numpy().tolist() == array.tolist()
     assert device.linear(tensor.view(2, 2))(tensor.view(2, 2)).tolist() == [[1, 3], [3, 13]]
-    weights, ends = [tensor.view(2, 2)] * 2, tensor.new_tensor([0, 2]).long()
+    weights, ends = tensor.view(1, 2, 2).expand(2, -1, -1), tensor.new_tensor([0, 2]).long()
     assert device.grouped_linear(weights)(tensor.view(2, 2), ends).tolist() == [[1, 3], [3, 13]]
     normed = device.rms_norm(None, 0.0)(tensor.new_full((2,), 3.0))
     assert normed.tolist() == pytest.approx([1, 1])
