@@ -154,7 +154,7 @@ class EngineSettings(Strict):
     fence: Annotated[str, _one_of("fence")] = _ENGINE.fence
     admission: Annotated[str, _one_of("admission")] = _ENGINE.admission
     preemption: Annotated[str, _one_of("preemption")] = _ENGINE.preemption
-    fork_tail_copy: Annotated[str, _one_of("fork_tail_copy")] = _ENGINE.fork_tail_copy
+    fork_copy: Annotated[str, _one_of("fork_copy")] = _ENGINE.fork_copy
     prefix_cache: bool = _ENGINE.prefix_cache
     store_bytes: Annotated[int, Field(ge=0, lt=2**50)] = _ENGINE.store_bytes
     load_stream: Annotated[str, _one_of("load_stream")] = _ENGINE.load_stream

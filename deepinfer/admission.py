@@ -156,7 +156,7 @@ class Admission:
             seq.forked_table,
             seq.num_computed_tokens,
             self._config.block_size,
-            copy_full_tail=decodes_at_once and self._config.fork_tail_copy == "always",
+            copy_full_tail=decodes_at_once and self._config.fork_copy == "last",
         )
 
     def _find(self, seq: Sequence) -> Found:

@@ -40,7 +40,7 @@ class EngineConfig:
         admission: `prompt` reserves the blocks of the tokens there are, `lifetime` those of the
             longest the request may become (so it is never preempted).
         preemption: which running request gives way, a name in `deepinfer.scheduler.PREEMPTION`.
-        fork_tail_copy: `always` copies the last block of a fork even if it is full (the engine of
+        fork_copy: `last` copies the last block of a fork even if it is full (the engine of
             the book), `partial` only if rows will be written into it.
         prefix_cache: whether blocks are found by what they hold, and shared by all requests whose
             tokens begin alike.
@@ -70,7 +70,7 @@ class EngineConfig:
     fence: str = "step"
     admission: str = "prompt"
     preemption: str = "newest"
-    fork_tail_copy: str = "always"
+    fork_copy: str = "last"
     prefix_cache: bool = False
     store_bytes: int = 0
     store_directory: Path | None = None

@@ -39,8 +39,8 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "newest": "the request admitted last gives way",
         "most_blocks": "the request that holds most blocks gives way",
     },
-    "fork_tail_copy": {
-        "always": "the block with the last computed row is copied even if it is full",
+    "fork_copy": {
+        "last": "the block with the last computed row is copied even if it is full",
         "partial": "the last block is copied only if rows will be written into it",
     },
     "drafter": {
@@ -85,7 +85,7 @@ TITLES: dict[str, str] = {
     "fence": "fence: what withheld blocks wait for",
     "admission": "admission: what a request reserves before it runs",
     "preemption": "preemption: which running request gives its blocks back",
-    "fork_tail_copy": "fork tail copy: what a fork does with the parent's last block",
+    "fork_copy": "fork copy: what a fork does with the parent's last block",
     "drafter": "drafter: where the tokens come from that a step verifies",
     "overlap": "overlap: how far planning runs ahead of the device",
     "load_stream": "load stream: where rows kept in a store come back",
@@ -106,7 +106,7 @@ DISCIPLINES = tuple(DESCRIPTIONS["discipline"])
 FENCES = tuple(DESCRIPTIONS["fence"])
 ADMISSIONS = tuple(DESCRIPTIONS["admission"])
 PREEMPTIONS = tuple(DESCRIPTIONS["preemption"])
-FORK_TAIL_COPIES = tuple(DESCRIPTIONS["fork_tail_copy"])
+FORK_COPIES = tuple(DESCRIPTIONS["fork_copy"])
 DRAFTERS = tuple(DESCRIPTIONS["drafter"])
 CHECKS = tuple(name for name in DESCRIPTIONS["checks"] if name != "off")
 OVERLAPS = tuple(DESCRIPTIONS["overlap"])  # by the number of steps planned ahead

@@ -28,7 +28,7 @@ from deepinfer.fork import num_taken_over
 from deepinfer.holdings import Holdings
 from deepinfer.live import LiveRequests
 from deepinfer.lookahead import BlocksAhead, blocks_ahead, set_out
-from deepinfer.names import FORK_TAIL_COPIES
+from deepinfer.names import FORK_COPIES
 from deepinfer.plan import Int32, StepPlan, StepResult
 from deepinfer.planning import PlanBuilder, split_budget
 from deepinfer.policies import ADMISSION, PREEMPTION
@@ -76,7 +76,7 @@ class Scheduler:
     ) -> None:
         check_name("admission", config.admission, ADMISSION)
         check_name("preemption", config.preemption, PREEMPTION)
-        check_name("fork_tail_copy", config.fork_tail_copy, FORK_TAIL_COPIES)
+        check_name("fork_copy", config.fork_copy, FORK_COPIES)
         config.check()
         self.config = config
         self.blocks = blocks

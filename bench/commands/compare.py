@@ -49,6 +49,11 @@ def _refuse_record(ctx: click.Context, param: click.Parameter, value: str | None
     shell_complete=complete_names("free_order", several=True),
 )
 @click.option(
+    "--fork-copy",
+    help="Short for -a fork_copy=...",
+    shell_complete=complete_names("fork_copy", several=True),
+)
+@click.option(
     "--load-stream",
     help="Short for -a load_stream=...",
     shell_complete=complete_names("load_stream", several=True),
@@ -64,7 +69,6 @@ def command(
     axes: tuple[str, ...],
     release: str | None,
     free_order: str | None,
-    load_stream: str | None,
     host_only: bool,
     **options: Any,
 ) -> None:
@@ -92,6 +96,7 @@ def command(
         kept = {name: options[name] for name in SHARED if name in options}
         compare_host_only(workload, free_order=free_order, **kept, **own)
         return
-    given = {"release": release, "free_order": free_order, "load_stream": load_stream}
+    given = {"release": release, "free_order": free_order}
+    given |= {name: options.pop(name) for name in ("fork_copy", "load_stream")}
     shorthands = tuple(f"{name}={values}" for name, values in given.items() if values is not None)
     ctx.exit(measure(workload, (*shorthands, *axes), **options))

@@ -97,15 +97,15 @@ def test_a_fork_to_decode_shares_full_blocks_and_copies_the_tail():
 @pytest.mark.parametrize(
     ("tail", "computed", "copies"),
     [
-        ("always", 8, [[2, 4]]),
+        ("last", 8, [[2, 4]]),
         ("partial", 8, []),
-        ("always", 9, [[3, 4]]),
+        ("last", 9, [[3, 4]]),
         ("partial", 9, [[3, 4]]),
     ],
 )
-def test_fork_tail_copy_decides_about_a_full_last_block(tail, computed, copies):
+def test_fork_copy_decides_about_a_full_last_block(tail, computed, copies):
     """A full block is copied only where asked for; a partial one always."""
-    w = parent_with(computed, fork_tail_copy=tail)
+    w = parent_with(computed, fork_copy=tail)
     w.fork("p", "child")
     w.submit()
     assert w.plan.block_copies.tolist() == copies

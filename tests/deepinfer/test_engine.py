@@ -134,11 +134,11 @@ def test_a_pool_too_small_preempts_and_changes_no_token(engine_with, expected, p
     assert [len(output.logprobs) for output in outputs] == [8] * 8
 
 
-@pytest.mark.parametrize("tail", ["always", "partial"])
+@pytest.mark.parametrize("tail", ["last", "partial"])
 @pytest.mark.parametrize("num_tokens", [7, 8, 9])
 def test_a_fork_to_decode_continues_as_its_parent_would(engine_with, tail, num_tokens):
     """Around a block boundary a greedy child repeats its greedy parent token for token."""
-    engine = engine_with(fork_tail_copy=tail)
+    engine = engine_with(fork_copy=tail)
     greedy = SamplingParams(max_tokens=9)
     engine.add_request("parent", PROMPTS[3][:num_tokens], greedy)
     first = engine.step().token_ids.tolist()

@@ -93,11 +93,11 @@ def prompt_of(seed: int, size: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, size)
 
 
-@pytest.mark.parametrize("tail_copy", ["always", "partial"])
+@pytest.mark.parametrize("tail_copy", ["last", "partial"])
 @pytest.mark.parametrize("processed", [3 * SIZE - 1, 3 * SIZE, 3 * SIZE + 1])
 def test_forks_that_decode_at_once(folder, processed, tail_copy):
     """Decode path at processed lengths k B - 1, k B, k B + 1, the parent running on beside them."""
-    with engine_for(folder, fork_tail_copy=tail_copy) as engine:
+    with engine_for(folder, fork_copy=tail_copy) as engine:
         engine.add_request("parent", prompt_of(processed, processed), SamplingParams(20))
         step_until(engine, "parent", 1)
         for child in range(4):

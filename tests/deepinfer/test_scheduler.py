@@ -62,7 +62,7 @@ def test_decodes_go_first_and_a_chunk_takes_what_is_left():
         ({"seed": 1.5}, "seed: 1.5; expected an integer"),
         ({"admission": "promt"}, "admission: unknown name 'promt'"),
         ({"preemption": "oldest"}, "preemption"),
-        ({"fork_tail_copy": "never"}, "fork_tail_copy"),
+        ({"fork_copy": "never"}, "fork_copy"),
     ],
 )
 def test_bad_settings_are_refused_by_key(changes, match):

@@ -18,7 +18,7 @@ from deepinfer.names import (
     ADMISSIONS,
     DISCIPLINES,
     FENCES,
-    FORK_TAIL_COPIES,
+    FORK_COPIES,
     FREE_ORDERS,
     OVERLAPS,
     PREEMPTIONS,
@@ -144,7 +144,7 @@ def draw_setup(rng: random.Random, release: str) -> Setup:
         fence=rng.choice(FENCES),
         admission=rng.choice(ADMISSIONS),
         preemption=rng.choice(PREEMPTIONS),
-        fork_tail_copy=rng.choice(FORK_TAIL_COPIES),
+        fork_copy=rng.choice(FORK_COPIES),
         checks="order+conservation",
         seed=rng.randrange(4),
     )

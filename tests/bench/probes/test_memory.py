@@ -98,7 +98,7 @@ def test_the_pool_is_accounted_for_in_every_step(profile):
 
 def test_rows_that_requests_share_count_once():
     """Three forks of 40 tokens share two blocks of 16; each has a tail of its own."""
-    resolved = tiny(WORK, fork_tail_copy="partial")
+    resolved = tiny(WORK, fork_copy="partial")
     target = Target(resolved)
     engine = LLMEngine(
         resolved.model, resolved.engine, device=target.device, weights=target.weights

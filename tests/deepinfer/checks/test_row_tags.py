@@ -101,7 +101,7 @@ SCENARIOS = {
     "together": (together, {}),
     "chunks": (together, {"max_num_batched_tokens": 9}),
     "forks": (forked, {}),
-    "partial": (forked, {"fork_tail_copy": "partial"}),
+    "partial": (forked, {"fork_copy": "partial"}),
     "aborts": (aborted, {}),
     "preemption": (crowded, {"rows": 96}),
     "groups": (grouped, {"max_model_len": 320}),

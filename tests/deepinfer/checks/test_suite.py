@@ -70,7 +70,7 @@ def test_every_policy_is_silent_and_gives_the_same_tokens(weights, device, relea
         free_order=FREE_ORDERS[seed + 2 * (device == "cpu")],
         discipline=DISCIPLINES[seed],
         fence=FENCES[seed],
-        fork_tail_copy=("always", "partial")[seed],
+        fork_copy=("last", "partial")[seed],
     )
     results = []
     for checks in (BOTH, "off"):

@@ -98,7 +98,7 @@ SCENARIOS = {
     "together": (together, {}),
     "chunks": (together, {"max_num_batched_tokens": 9}),
     "forks": (forked, {}),
-    "partial": (forked, {"fork_tail_copy": "partial"}),
+    "partial": (forked, {"fork_copy": "partial"}),
     "aborts": (aborted, {}),
     "preemption": (crowded, {"num_blocks": 25}),
 }
