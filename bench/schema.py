@@ -24,7 +24,13 @@ from pydantic_core import PydanticCustomError
 from bench.model_schema import AnyModel
 from bench.nearest import choices
 from bench.strict import Count, PositiveFloat, Seed, Strict, Text, conflict
-from deepinfer.config import MAX_DRAFTS, MAX_TIMEOUT_S, MIN_TEMPERATURE, EngineConfig
+from deepinfer.config import (
+    MAX_DRAFTS,
+    MAX_TIMEOUT_S,
+    MIN_TEMPERATURE,
+    EngineConfig,
+    check_state_slots,
+)
 from deepinfer.device.delayed import NO_DELAY, parse_delays
 from deepinfer.device.delayed import PATTERN as DELAY_PATTERN
 from deepinfer.drafters.acceptance import PATTERNS, parse_acceptance
@@ -145,7 +151,9 @@ class EngineSettings(Strict):
     block_size: Count = _ENGINE.block_size
     num_blocks: NumBlocks = _ENGINE.num_blocks
     max_num_seqs: Count = _ENGINE.max_num_seqs
-    num_state_slots: Annotated[int, Field(ge=0, lt=2**31)] = _ENGINE.num_state_slots
+    num_state_slots: Annotated[
+        int, Field(ge=0, lt=2**31), _read_by(check_state_slots, "num_state_slots")
+    ] = _ENGINE.num_state_slots
     max_num_batched_tokens: Count = _ENGINE.max_num_batched_tokens
     max_model_len: Annotated[int, Field(ge=2, lt=2**31)] = _ENGINE.max_model_len
     release: Annotated[str, _one_of("release")] = _ENGINE.release

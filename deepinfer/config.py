@@ -21,6 +21,16 @@ MAX_DRAFTS = 5  # with the token they follow, six rows a step: what rings have r
 MAX_TIMEOUT_S = 1e6  # eleven days; the clocks that count it down end at some larger number
 
 
+def check_state_slots(value: object) -> None:
+    """Raise UserError for a `num_state_slots` of which nobody could take one."""
+    check_int("num_state_slots", value, 0)
+    if value == 1:
+        raise UserError(
+            "num_state_slots: 1 leaves no usable slot",
+            hint="0 = by max_num_seqs, or at least 2",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything the host side of an engine needs to know.
@@ -105,12 +115,7 @@ class EngineConfig:
         check_int("store_bytes", self.store_bytes, 0)
         check_int("store_directory_bytes", self.store_directory_bytes, 0)
         self._check_store()
-        check_int("num_state_slots", self.num_state_slots, 0)
-        if self.num_state_slots == 1:
-            raise UserError(
-                "num_state_slots: 1 leaves no usable slot",
-                hint="0 = by max_num_seqs, or at least 2",
-            )
+        check_state_slots(self.num_state_slots)
         if not is_number(self.timeout_s) or not 0 <= self.timeout_s <= MAX_TIMEOUT_S:
             raise UserError(f"timeout_s: {self.timeout_s!r}; expected 0 to {MAX_TIMEOUT_S:g}")
         if self.max_num_batched_tokens < self.max_num_seqs:

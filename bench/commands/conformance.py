@@ -19,7 +19,7 @@ from deepinfer.errors import UserError
 if TYPE_CHECKING:
     from deepinfer.testing.conformance.checking import Outcome
 
-NUM_EXAMPLES = 150
+NUM_EXAMPLES = 300
 ACCEPTED = ("holds", "not offered")
 
 

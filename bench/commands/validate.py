@@ -7,12 +7,15 @@ Knows how to tell the two kinds apart by their keys; the schema knows the rest. 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from bench.yaml_source import Problem, SourceError, parse
 from deepinfer.errors import UserError
+
+if TYPE_CHECKING:
+    from bench.schema import Profile
 
 WORKLOAD_KEYS = frozenset({"requests", "trace", "scale_lengths"})
 PROFILE_KEYS = frozenset({"model", "verify", "device"})
@@ -48,7 +51,9 @@ def _check(path: Path, kind: str | None) -> str:
     from bench.spec import load_profile, load_workload  # pydantic: not for `--help`
 
     if (kind or _kind_of(path, parse(path).data)) == "profile":
-        return f"{path}: valid profile for device {load_profile(path).device}"
+        profile = load_profile(path)
+        _check_blocks(path, profile)
+        return f"{path}: valid profile for device {profile.device}"
     workload = load_workload(path)
     if workload.trace:
         return f"{path}: valid workload, replays a trace in {workload.trace.format} format"
@@ -60,6 +65,18 @@ def _check(path: Path, kind: str | None) -> str:
     come_back = f", {num_turns} later turns" if num_turns else ""
     plural = "" if num_requests == 1 else "s"
     return f"{path}: valid workload, {num_requests} request{plural}{forked}{come_back}"
+
+
+def _check_blocks(path: Path, profile: Profile) -> None:
+    """Raise UserError if the rows of the model do not fit into blocks of this size."""
+    from bench.model_schema import HybridSettings
+    from deepinfer.models.hybrid.geometry import Geometry
+
+    if isinstance(profile.model, HybridSettings):
+        try:
+            Geometry.of(profile.model.config(), profile.engine.block_size)
+        except UserError as error:
+            raise UserError(f"{path}: engine.{error}", hint=error.hint) from None
 
 
 def _kind_of(path: Path, data: dict[str, Any]) -> str:

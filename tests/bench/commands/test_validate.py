@@ -94,3 +94,24 @@ def test_later_turns_are_counted(write, capsys):
     path = write(WORKLOAD.replace("}", ", turns: {count: 4, prompt_tokens: 2}}"))
     assert main(["validate", path]) == 0
     assert "valid workload, 2 requests, 6 later turns" in capsys.readouterr().out
+
+
+def test_rows_must_fit_into_blocks(write, capsys):
+    """A model's ratios and the block size: two keys of different sections."""
+    text = (ROOT / "profiles" / "cpu-v41-tiny.yaml").read_text()
+    path = write(text.replace("\n  block_size: 4", "\n  block_size: 3"))
+    assert main(["validate", path]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {path}: engine.block_size: 3 and the ratio 2 of layer 1 do not divide one another "
+        "(hint: a block would hold part of a row; 2 or 4 fits every layer)\n"
+    )
+
+
+def test_one_state_slot_is_nobodys(write, capsys):
+    """Slot 0 is never handed out."""
+    path = write(WORKLOAD + "engine: {num_state_slots: 1}\n")
+    assert main(["validate", path]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {path}:4: engine.num_state_slots: 1 leaves no usable slot "
+        "(hint: 0 = by max_num_seqs, or at least 2)\n"
+    )
