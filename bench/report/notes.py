@@ -16,6 +16,15 @@ from bench.stats import CONFIDENCE, Judgement, Verdict, Why
 # Policies that keep blocks back until a fence has passed, or wait for it.
 HOLDING = {"blocking", "deferred", "polled", "step"}
 NUM_SHOWN = 3  # findings of a cell
+# Axes that change something only where something happens: the metric that counts it, and what to
+# say if it never did.
+HAPPENING = {
+    "drafter": ("drafts_proposed", "no draft was proposed"),
+    "acceptance": ("drafts_proposed", "no draft was proposed"),
+    "fork_copy": ("block_copies", "no block was copied"),
+    "load_stream": ("loads", "nothing was loaded from a store"),
+    "num_state_slots": ("held_slots_peak", "no request has state"),
+}
 
 
 def build_notes(
@@ -32,6 +41,7 @@ def build_notes(
         *samples.run.notes,
         _rounds(samples, metrics),
         *_nothing_in_flight(metrics),
+        *_nothing_happened(metrics),
         *_unclear(metrics, judgements),
         *_detectable(metrics, judgements),
         *_per_cell(metrics, _outliers),
@@ -139,6 +149,18 @@ def _nothing_in_flight(metrics: Sequence[CellMetrics]) -> list[str]:
         "nothing was given up while device work was in flight: the release policies cannot differ "
         "here (forks and aborts in mid-step are what they differ in)"
     ]
+
+
+def _nothing_happened(metrics: Sequence[CellMetrics]) -> list[str]:
+    """Axes whose values were compared on a run in which they had nothing to do."""
+    notes: list[str] = []
+    if not any(m.num_rounds for m in metrics):
+        return notes
+    for axis, (key, what) in HAPPENING.items():
+        values = {str(m.cell.axes.get(axis)) for m in metrics}
+        if len(values) > 1 and not any(getattr(m, key).value for m in metrics):
+            notes.append(f"{what}: {axis} cannot make a difference here")
+    return notes
 
 
 _WHY_UNCLEAR = {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench.report.notes import HOLDING
+from bench.metrics import CellMetrics
+from bench.report.notes import HAPPENING, HOLDING
 from bench.report.table import build_table
+from deepinfer.config import EngineConfig
 from deepinfer.names import DESCRIPTIONS
 
 
@@ -169,6 +171,35 @@ def test_policies_that_had_nothing_to_do_are_told(synthetic):
 def test_policies_are_not_called_alike_without_reason(synthetic, names_and_figures):
     """One policy, none that holds anything, a block withheld, a wait, a figure that is missing."""
     assert "cannot differ" not in policies(synthetic, **names_and_figures)
+
+
+def drafters(synthetic, *names, proposed):
+    """The notes of a run with a cell of each drafter, of which the last proposed so many drafts."""
+    run = synthetic()
+    for name in names:
+        counters = {"num_drafts_proposed": proposed if name == names[-1] else 0}
+        run.round(run.cell({"release": "deferred", "drafter": name}), counters=counters)
+    return notes(run.end())
+
+
+def test_an_axis_that_had_nothing_to_do_is_told(synthetic):
+    """Two drafters without a draft."""
+    said = drafters(synthetic, "ngram", "replay", proposed=0)
+    assert "no draft was proposed: drafter cannot make a difference here" in said
+
+
+@pytest.mark.parametrize(("names", "proposed"), [(("ngram", "replay"), 3), (("ngram",), 0)])
+def test_other_axes_are_not_called_idle(synthetic, names, proposed):
+    """Of several drafters one proposed something; there is one only."""
+    assert "cannot make" not in drafters(synthetic, *names, proposed=proposed)
+
+
+def test_axes_that_may_have_nothing_to_do_are_axes():
+    """A renamed setting or figure must not silence the note."""
+    axes = {"acceptance", *EngineConfig.__dataclass_fields__}
+    assert axes >= HAPPENING.keys()
+    figures = set(CellMetrics.__dataclass_fields__)
+    assert figures >= {figure for figure, _ in HAPPENING.values()}
 
 
 def test_a_run_without_a_round_says_so(synthetic):
