@@ -29,8 +29,8 @@ from deepinfer.models.hybrid.layout_builder import Layouts
 from deepinfer.models.hybrid.network import HybridNetwork
 from deepinfer.models.hybrid.weights import HybridWeights
 from deepinfer.plan import Int32, Int64, StepPlan, WrongRows
-from deepinfer.sampling import sample
 from deepinfer.sizing import num_state_slots
+from deepinfer.step_sampling import sample_step
 from deepinfer.worker import StepReadback
 
 MAX_SHOWN = 8  # of the wrong rows of a step
@@ -130,22 +130,11 @@ class HybridRunner:
 
     def forward(self, plan: StepPlan) -> StepReadback:
         """Inside submitted work: see `worker.Runner`."""
-        device = self._device
         tokens = None
         if len(plan.sample_tokens):
             tokens = plan.sample_tokens.astype(np.int64)
         logits, wrong_rows = self.logits(plan, tokens)
-        if logits is None:
-            return StepReadback(wrong_rows=wrong_rows)
-        device.part("sampling")
-        token_ids, logprobs = sample(
-            logits, plan.temperature, plan.seeds, plan.sample_positions, device
-        )
-        last_tokens = self._last_tokens
-        newest = None if last_tokens is None else last_tokens.keep(plan, token_ids)
-        return StepReadback(
-            device.download(token_ids), device.download(logprobs), wrong_rows, newest
-        )
+        return sample_step(logits, plan, self._device, self._last_tokens, wrong_rows)
 
     @torch.inference_mode()
     def logits(

@@ -18,7 +18,7 @@ from deepinfer.models.attention import AttentionPlan, PagedAttention
 from deepinfer.models.qwen3 import Qwen3
 from deepinfer.models.weights import Qwen3Weights
 from deepinfer.plan import Int32, StepPlan
-from deepinfer.sampling import sample
+from deepinfer.step_sampling import sample_step
 from deepinfer.worker import StepReadback
 
 
@@ -84,17 +84,7 @@ class ModelRunner:
             reads = self._attention.reads(attention)
             wrong_rows = tags.write_and_compare(plan, attention.slots, reads, device).result
         logits = self._logits(plan, attention)
-        if logits is None:
-            return StepReadback(wrong_rows=wrong_rows)
-        device.part("sampling")
-        token_ids, logprobs = sample(
-            logits, plan.temperature, plan.seeds, plan.sample_positions, device
-        )
-        last_tokens = self._last_tokens
-        newest = None if last_tokens is None else last_tokens.keep(plan, token_ids)
-        return StepReadback(
-            device.download(token_ids), device.download(logprobs), wrong_rows, newest
-        )
+        return sample_step(logits, plan, device, self._last_tokens, wrong_rows)
 
     def _logits(self, plan: StepPlan, attention: AttentionPlan) -> Tensor | None:
         """The forward pass. [M, vocab_size], None if nothing samples."""

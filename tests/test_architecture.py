@@ -44,6 +44,7 @@ LAYERS = [
     {"deepinfer.fitting", "deepinfer.admission", "deepinfer.fork_sources"},
     {"deepinfer.scheduler"},
     {"deepinfer.worker"},
+    {"deepinfer.step_sampling"},
     {"deepinfer.model_runner", "deepinfer.hybrid_runner", "deepinfer.transfers"},
     {"deepinfer.runners", "deepinfer.step_account", "deepinfer.planner"},
     {"deepinfer.engine"},

@@ -9,8 +9,8 @@ the host does: nothing here looks at them; `deepinfer.device.observed` shows the
 checks. `cost` is the seam for a simulated device.
 
 One host thread drives a device. An operation calls nothing of the device that runs it but
-`upload`, `download`, `linear`, `rms_norm`, `sinkhorn`, `part` and `stamp`: one that waited for the
-device would wait for itself.
+`upload`, `download`, `read`, `part` and `stamp`, and the kernels (`linear`, `grouped_linear`,
+`rms_norm`, `sinkhorn`): one that waited for the device would wait for itself.
 
 `Failure`, `EventPool` and `run_and_wait` are the parts every device shares. No torch here.
 """

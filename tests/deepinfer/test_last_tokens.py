@@ -151,7 +151,7 @@ def test_no_submit_waits_for_the_gpu(family):
         for _ in range(8):
             torch.cuda.set_sync_debug_mode("error")
             try:
-                engine.submit_all()
+                assert engine.submit_all()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             engine.collect()
