@@ -300,7 +300,7 @@ def _counter_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
         "drafts_proposed": median_of("num_drafts_proposed"),
         "drafts_accepted": median_of("num_drafts_accepted"),
         "draft_rows_rejected": _over_rounds(
-            stats.median, map(_num_rejected, rounds), "num_drafts_proposed"
+            stats.median, map(_num_rejected, rounds), "num_draft_rows"
         ),
     }
 
@@ -380,9 +380,9 @@ def _memory_metrics(rounds: Sequence[RoundRecord]) -> dict[str, Metric]:
 
 
 def _num_rejected(record: RoundRecord) -> float | None:
-    proposed = record.counters.get("num_drafts_proposed")
+    computed = record.counters.get("num_draft_rows")
     accepted = record.counters.get("num_drafts_accepted")
-    return None if proposed is None or accepted is None else proposed - accepted
+    return None if computed is None or accepted is None else computed - accepted
 
 
 def _over_rounds(

@@ -37,7 +37,7 @@ from deepinfer.outputs import DraftCounts, RequestOutput, StepOutput, StepStats
 from deepinfer.runners import Weights, load_model
 
 NUM_FINDINGS = 8  # of a round, in words
-NO_DRAFTS = DraftCounts(0, (), ())
+NO_DRAFTS = DraftCounts(0, 0, (), ())
 ANSWERED = ("length", "stop")  # finish reasons of who has all it asked for
 
 
@@ -317,7 +317,7 @@ class Round:
     # -- records ---------------------------------------------------------------------------------
 
     def _step_record(self, stats: StepStats, end_s: float) -> StepRecord:
-        num_drafting, proposed, accepted = stats.drafts or NO_DRAFTS
+        drafts = stats.drafts or NO_DRAFTS
         return StepRecord(
             cell=self._cell,
             round=self._index,
@@ -345,9 +345,10 @@ class Round:
             gap_us=None if stats.gap_ms is None else stats.gap_ms * 1e3,
             blocks_ahead=stats.blocks_ahead,
             blocks_for_drafts=stats.blocks_for_drafts,
-            num_drafting=num_drafting,
-            drafts_proposed=proposed,
-            drafts_accepted=accepted,
+            num_draft_rows=drafts.num_rows,
+            num_drafting=drafts.num_seqs,
+            drafts_proposed=drafts.proposed,
+            drafts_accepted=drafts.accepted,
         )
 
     def _request_records(self) -> list[RequestRecord]:
@@ -398,6 +399,7 @@ class Round:
                 "release_wait_us": release.counters.wait_ns / 1e3,
                 "stream_waits": release.counters.num_stream_waits,
                 "num_blocks_shrunk": counters.num_blocks_shrunk,
+                "num_draft_rows": sum(step.num_draft_rows for step in self._steps),
                 "num_drafts_proposed": sum(sum(step.drafts_proposed) for step in self._steps),
                 "num_drafts_accepted": sum(sum(step.drafts_accepted) for step in self._steps),
                 **_slot_counters(self._engine),

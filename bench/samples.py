@@ -179,6 +179,7 @@ class StepRecord:
             was nothing for it to do, and in files of older versions.
         blocks_ahead, blocks_for_drafts: of the blocks held, those for tokens the host did not know;
             and of these, those that only drafts asked for. None in files of older versions.
+        num_draft_rows: rows computed for drafts, those among them for which there was none.
         num_drafting: requests that had drafts verified.
         drafts_proposed, drafts_accepted: how many had, and got accepted, a first draft, a second
             one, and so on.
@@ -205,6 +206,7 @@ class StepRecord:
     gap_us: float | None = None
     blocks_ahead: int | None = None
     blocks_for_drafts: int | None = None
+    num_draft_rows: int = 0
     num_drafting: int = 0
     drafts_proposed: tuple[int, ...] = ()
     drafts_accepted: tuple[int, ...] = ()

@@ -52,8 +52,9 @@ from deepinfer.models.hybrid.layer_plan import HybridConfig, v4_config
 from deepinfer.models.hybrid.loading import load_weights
 from deepinfer.models.hybrid.selection import top_indices
 from deepinfer.models.hybrid.weight_names import canonical
-from deepinfer.plan import Int64, StepPlan
+from deepinfer.plan import Int64
 from deepinfer.sequence import SamplingParams
+from deepinfer.step_inputs import StepInputs
 
 SEQUENCES, OUTPUT, BLOCK = 16, 128, 128
 WARM_UP, BLOCKS, STEPS = 4, 4, 6  # steps: in all, and of each of so many blocks
@@ -113,9 +114,9 @@ class _Runner(HybridRunner):
 
     last: Tensor
 
-    def logits(self, plan: StepPlan, tokens: Int64 | None) -> Any:
+    def logits(self, inputs: StepInputs, tokens: Int64 | None) -> Any:
         """As `HybridRunner.logits`."""
-        logits, wrong_rows = super().logits(plan, tokens)
+        logits, wrong_rows = super().logits(inputs, tokens)
         if logits is not None:
             self.last = logits
         return logits, wrong_rows

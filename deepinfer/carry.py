@@ -1,82 +1,62 @@
-"""What a step hands to the next one on the device: tokens, lengths and drafts, by draft slot.
+"""What a step hands to the next one, on the device: tokens, lengths and drafts, by draft slot.
 
-A plan made ahead says where its sequences are if all that is in flight is accepted. Here, inside
-the submitted work and so behind the step before, it becomes what is true:
+A plan made ahead lacks the newest tokens of its sequences, and says where these are if all drafts
+in flight are accepted. Before the step what is true is put in, behind it each draft is compared
+with what was sampled in its place:
 
-    planned     positions 12 13 14 15     tokens  ?  ?  ?  ?       two of three drafts may be wrong
-    carried     11 tokens, drafts [7 9]
-    resolved    positions 10 11 12        tokens  4  7  9          4 is the last one sampled
+    tokens of a slot   ... t8 t9 t10 | d11 d12          drafts lie behind the tokens
+    planned            positions 12 13 14 15            two drafts fewer were accepted than could be
+    runs               positions 10 11 12 13            back 2; the last row is computed for nothing
+    sampled                      d11  x  y  z           one draft is right: d11 and x are accepted
 
-and after the step each draft is compared with what was sampled in its place. The longest prefix
-that agrees is accepted, with one token more: what was sampled behind it. Noise depends on seed and
-position alone, so these are the tokens of a run without drafts. For a drafter that proposes one
-token per position this is rejection sampling (Y. Leviathan and others, arXiv:2211.17192): the draft
-is kept with the probability that the model gives it, and replaced by a draw from all others if not.
+The longest prefix that agrees is accepted, with one token more: what was sampled behind it. Noise
+depends on seed and position alone, so these are the tokens of a run without drafts. For a drafter
+that proposes one token per position this is rejection sampling (Y. Leviathan and others,
+arXiv:2211.17192): the draft is kept with the probability that the model gives it, and replaced by
+a draw from all others if not.
 
-Knows no stream, pool or request order. Invariants: a plan that leaves here has no placeholder; what
-it touches lies inside what was planned; a request that has ended by what the device knows is
-left out.
+Nothing here waits for the device, and no shape depends on what it finds. A request that ends by a
+stop token runs on for as many steps as were planned; their results are stale.
+
+`exact` plans are the exception: where rows are tagged, or a runner knows plans alone, the host
+reads what was found before the step runs. On the CPU that costs nothing.
+
+Knows no stream, pool or request order. Invariants: a plan that runs has no placeholder; what it
+touches lies inside what was planned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from deepinfer.checks.prefix_tags import go_on
 from deepinfer.config import MAX_DRAFTS, EngineConfig
-from deepinfer.drafters.base import Drafter, DraftHead
+from deepinfer.device.base import Device, Readback
+from deepinfer.drafters.base import Asked, Drafter
 from deepinfer.drafters.registry import make_drafter
-from deepinfer.plan import (
-    PLACEHOLDER,
-    AheadResult,
-    Float32,
-    Int32,
-    LookAhead,
-    SlotStart,
-    StepPlan,
-)
-from deepinfer.planning import behind_drafts, one_after_the_other
+from deepinfer.plan import AheadResult, Int32, SlotStart, StepPlan, StepResult
+from deepinfer.step_inputs import StepInputs
 
-NO_TOKENS = np.empty(0, np.int32)
-NO_LOGPROBS = np.empty(0, np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """A plan as it really runs.
-
-    Attributes:
-        plan: of the sequences that still run, with everything known; None if none does.
-        kept: bool [S], which sequences of the plan that was made these are.
-        num_drafts: int32 [K], drafts of each of them.
-    """
-
-    plan: StepPlan | None
-    kept: NDArray[np.bool_]
-    num_drafts: Int32
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The tokens a step added, sequence after sequence, and how many for each as it was planned."""
-
-    token_ids: Int32
-    logprobs: Float32
-    ahead: AheadResult
+Ints = NDArray[np.integer[Any]]
+NO_STATES = np.empty(0, np.int32)
 
 
 class Carry:
-    """Tokens, lengths and drafts of all draft slots, as the device has them.
+    """Tokens, lengths and drafts of all draft slots.
 
     Args:
         num_slots: draft slots, slot 0 included.
         max_model_len, block_size: of the engine.
         drafter, num_drafts: who proposes, and how many at most; None = nobody.
-        draft_head: proposes instead of a drafter.
+        exact: let the host know each plan as it runs, before it does.
+        told: let the host know it once it has run.
     """
 
     def __init__(
@@ -84,198 +64,262 @@ class Carry:
         num_slots: int,
         max_model_len: int,
         block_size: int,
+        device: Device,
         drafter: Drafter | None = None,
         num_drafts: int = 0,
-        draft_head: DraftHead | None = None,
+        *,
+        exact: bool = False,
+        told: bool = False,
     ) -> None:
-        self._block_size = block_size
-        self._drafter, self._draft_head, self._max_drafts = drafter, draft_head, num_drafts
-        # Drafts lie behind a slot's tokens, where the next ones will be.
-        self._tokens = np.zeros((num_slots, max_model_len + MAX_DRAFTS), np.int32)
-        self._num_tokens = np.zeros(num_slots, np.int32)
-        self._num_drafts = np.zeros(num_slots, np.int32)
-        self._max_total = np.zeros(num_slots, np.int32)
-        self._stop = np.zeros(num_slots, np.int32)
-        self._ended = np.zeros(num_slots, bool)
+        self._device, self._block_size = device, block_size
+        self._drafter, self._max_drafts = drafter, num_drafts
+        self._exact, self._told = exact, told
+        self._width = max_model_len + 1 + MAX_DRAFTS
+        device.run(lambda: self._prepare(num_slots, max_model_len), label="draft slots")
+
+    @torch.inference_mode()
+    def _prepare(self, num_slots: int, max_model_len: int) -> None:
+        on = self._device.torch_device
+        self._tokens = torch.zeros((num_slots, self._width), dtype=torch.int32, device=on)
+        # One row each: tokens, drafts behind them, and where the request ends by its length.
+        self._counts = torch.zeros((3, num_slots), dtype=torch.int64, device=on)
+        self._num_tokens, self._num_drafts, self._max_total = self._counts
+        self._columns = torch.arange(1 + MAX_DRAFTS, device=on)
+        if self._drafter is not None:
+            self._drafter.prepare(self._device, num_slots, max_model_len)
 
     # -- before a step ---------------------------------------------------------------------------
 
-    def resolve(self, plan: StepPlan) -> Resolved:
-        """Inside submitted work, before the step: put in what the steps before have found."""
+    @torch.inference_mode()
+    def put_in(self, plan: StepPlan) -> StepInputs:
+        """Inside submitted work, before the step: what the steps before have found."""
         ahead = plan.ahead
         assert ahead is not None, "the plan was made by a builder that looks ahead"
-        for start in ahead.starts:
-            self._start(start)
-        if not np.count_nonzero(ahead.is_open):
-            return Resolved(plan, np.ones(plan.num_seqs, bool), np.zeros_like(ahead.num_drafts))
-        slots, is_open = ahead.slots, ahead.is_open
-        drafts = np.where(is_open, np.minimum(ahead.num_drafts, self._num_drafts[slots]), 0)
-        first = plan.context_lens - plan.num_scheduled
-        first = np.where(is_open, self._num_tokens[slots] - 1, first)
-        kept = ~(is_open & self._ended[slots])
-        if not np.count_nonzero(kept):
-            return Resolved(None, kept, NO_TOKENS)
-        counts = np.where(is_open, 1 + drafts, plan.num_scheduled)
-        first, counts, drafts = (part[kept].astype(np.int32) for part in (first, counts, drafts))
-        return Resolved(self._lay_out(plan, ahead, kept, first, counts, drafts), kept, drafts)
+        self._start(ahead.starts)
+        is_open = ahead.is_open
+        if not np.count_nonzero(is_open):
+            return StepInputs(plan, self._device.upload(plan.token_ids))
+        back, slots = None, self._upload(ahead.slots)
+        seqs = np.arange(plan.num_seqs).repeat(plan.num_scheduled)
+        places = ahead.slots[seqs] * np.int64(self._width) + plan.positions
+        found = self._upload(places)
+        if np.count_nonzero(ahead.num_unsure):
+            first = np.where(is_open, plan.context_lens - plan.num_scheduled, -1)
+            newest = self._num_tokens[slots] - 1
+            # Who has ended by its length may be a token further than any plan: it runs there.
+            back = (self._upload(first) - newest).clamp_(min=0)
+            found = found - back[self._upload(seqs)]
+        token_ids = self._tokens.view(-1).index_select(0, found)
+        inputs = StepInputs(plan, token_ids, back)
+        return self._known(inputs, slots) if self._exact else inputs
 
-    def _start(self, start: SlotStart) -> None:
-        slot, count = start.slot, len(start.token_ids)
-        self._tokens[slot, :count] = start.token_ids
-        self._num_tokens[slot] = count
-        self._num_drafts[slot] = 0
-        self._max_total[slot] = start.max_total_tokens
-        self._stop[slot] = start.stop_token_id
-        self._ended[slot] = False
-        if self._drafter is not None:
-            self._drafter.start(slot, start.request_id, start.num_prompt_tokens)
+    def _start(self, starts: tuple[SlotStart, ...]) -> None:
+        """Draft slots have new requests; of two of one slot the later counts."""
+        for start in starts:
+            token_ids = self._device.upload(start.token_ids.copy())
+            self._tokens[start.slot, : len(start.token_ids)] = token_ids
+            if self._drafter is not None:
+                self._drafter.start(start.slot, start.request_id, start.num_prompt_tokens)
+        if starts:
+            newest = {start.slot: start for start in starts}
+            counts = [(len(s.token_ids), 0, s.max_total_tokens) for s in newest.values()]
+            slots = self._upload(np.array(list(newest)))
+            self._counts.index_copy_(1, slots, self._upload(np.array(counts).T))
 
-    def _lay_out(
-        self,
-        plan: StepPlan,
-        ahead: LookAhead,
-        kept: NDArray[np.bool_],
-        first: Int32,
-        counts: Int32,
-        drafts: Int32,
-    ) -> StepPlan:
-        """The plan of the sequences `kept`, from position `first` on, `counts` tokens each."""
-        slots, tables, num_seqs = ahead.slots[kept], plan.block_tables[kept], len(first)
-        query_start, positions = one_after_the_other(first, counts)
-        seqs = np.arange(num_seqs).repeat(counts)
-        token_ids = self._tokens[slots[seqs], positions]
-        assert PLACEHOLDER not in token_ids, "a placeholder would reach the model"
-        columns, offsets = np.divmod(positions, self._block_size)
-        context_lens = first + counts
-        sampled = np.zeros(plan.num_seqs, bool)
-        sampled[plan.sample_seq] = True
-        sample_seq = np.flatnonzero(sampled[kept]).astype(np.int32)
-        # Settings are those of sampled tokens, and the same for all of a sequence.
-        temperature, seeds = np.zeros(len(sampled), np.float32), np.zeros(len(sampled), np.int64)
-        temperature[plan.sample_seq], seeds[plan.sample_seq] = plan.temperature, plan.seeds
-        behind, sample_seq = behind_drafts(drafts, sample_seq)
-        return replace(
+    def _known(self, inputs: StepInputs, slots: Tensor) -> StepInputs:
+        """The same with a plan that says where its sequences are, and what they are made of."""
+        device, plan, histories = self._device, inputs.plan, None
+        if plan.tags is not None:
+            histories = device.read(device.download(self._tokens.index_select(0, slots)))
+        plan = as_it_runs(
             plan,
-            rows=plan.rows[kept],
-            epochs=plan.epochs[kept],
-            num_scheduled=counts,
-            query_start=query_start,
-            context_lens=context_lens,
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=tables[seqs, columns].astype(np.int64) * self._block_size + offsets,
-            block_tables=tables,
-            sample_tokens=query_start[1:][sample_seq] - 1 - behind,
-            sample_seq=sample_seq,
-            temperature=temperature[kept][sample_seq],
-            seeds=seeds[kept][sample_seq],
-            sample_positions=context_lens[sample_seq] - behind,
-            tags=self._tags(plan, ahead, kept, context_lens),
-            state_ids=plan.state_ids[kept] if len(plan.state_ids) else plan.state_ids,
+            device.read(device.download(inputs.token_ids)),
+            None if inputs.back is None else device.read(device.download(inputs.back)),
+            self._block_size,
+            histories,
         )
-
-    def _tags(
-        self, plan: StepPlan, ahead: LookAhead, kept: NDArray[np.bool_], context_lens: Int32
-    ) -> NDArray[np.int64] | None:
-        """The plan's tags, and behind them those of tokens the host does not know."""
-        if plan.tags is None or ahead.tag_sums is None:
-            return None
-        tags = plan.tags[kept][:, : int(context_lens.max())]
-        slots, sums, known = ahead.slots[kept], ahead.tag_sums[kept], ahead.num_known[kept]
-        for i in np.flatnonzero(ahead.is_open[kept]).tolist():
-            start, end = int(known[i]), int(context_lens[i])
-            tags[i, start:end] = go_on(sums[i], start, self._tokens[slots[i], start:end])
-        return tags
+        return StepInputs(plan, inputs.token_ids)
 
     # -- after it --------------------------------------------------------------------------------
 
-    def accept(self, plan: StepPlan, resolved: Resolved, sampled: Int32) -> Callable[..., Accepted]:
+    def ran(self, inputs: StepInputs) -> Callable[[], StepPlan] | None:
+        """Inside submitted work: what gives the plan as it runs, once the step is done; None if
+        nobody asks."""
+        if self._exact:
+            return lambda: inputs.plan
+        if not self._told:
+            return None
+        token_ids = self._device.download(inputs.token_ids)
+        back = None if inputs.back is None else self._device.download(inputs.back)
+
+        def plan() -> StepPlan:
+            moved = None if back is None else back.numpy()
+            return as_it_runs(inputs.plan, token_ids.numpy(), moved, self._block_size)
+
+        return plan
+
+    @torch.inference_mode()
+    def accept(self, plan: StepPlan, sampled: Tensor | None) -> Callable[[StepResult], StepResult]:
         """Inside submitted work, after the step: verify drafts, keep tokens, propose new drafts.
 
         Args:
-            sampled: int32 [M], of the resolved plan.
+            plan: as it was made.
+            sampled: int32 [M], of its `sample_tokens`; None if nothing samples.
 
         Returns:
-            What makes the step's result of its log-probabilities, float32 [M].
+            What makes the step's result, once it is done, of one with all tokens sampled.
         """
-        num_seqs, runs = plan.num_seqs, resolved.plan
-        num_new, verified, proposed = (np.zeros(num_seqs, np.int32) for _ in range(3))
-        if runs is None:
-            ahead = AheadResult(num_new, verified, proposed)
-            return lambda _: Accepted(NO_TOKENS, NO_LOGPROBS, ahead)
-        places = np.flatnonzero(resolved.kept)  # of its sequences in the plan that was made
-        verified[places] = resolved.num_drafts
-        is_accepted = np.zeros(len(sampled), bool)
-        assert plan.ahead is not None, "the plan was resolved"
-        slots, begin = plan.ahead.slots[resolved.kept], 0
-        sampling = np.unique(runs.sample_seq)
-        for seq in sampling.tolist():
-            slot, num_drafts = int(slots[seq]), int(resolved.num_drafts[seq])
-            new = sampled[begin : begin + 1 + num_drafts]
-            count = self._keep(slot, new, num_drafts)
-            is_accepted[begin : begin + count] = True
-            num_new[places[seq]] = count
-            begin += 1 + num_drafts
-        proposed[places[sampling]] = self._propose(slots[sampling], runs, sampling)
-        ahead = AheadResult(num_new, verified, proposed)
-        token_ids = sampled[is_accepted]
-        return lambda logprobs: Accepted(token_ids, logprobs[is_accepted], ahead)
-
-    def _keep(self, slot: int, sampled: Int32, num_drafts: int) -> int:
-        """Append the accepted ones of a slot's sampled tokens; returns how many."""
-        length = int(self._num_tokens[slot])
-        drafts = self._tokens[slot, length : length + num_drafts]
-        wrong = np.flatnonzero(drafts != sampled[:num_drafts])
-        count = 1 + (int(wrong[0]) if len(wrong) else num_drafts)
-        stops = np.flatnonzero(sampled[:count] == self._stop[slot])
-        count = int(stops[0]) + 1 if len(stops) else count
-        self._tokens[slot, length : length + count] = sampled[:count]
-        self._num_tokens[slot] = length + count
-        self._ended[slot] = len(stops) > 0 or length + count >= self._max_total[slot]
-        return count
-
-    def _propose(self, slots: Int32, runs: StepPlan, seqs: Int32) -> Int32:
-        """Ask for drafts behind the tokens of `slots`, those of a plan's sequences `seqs`; int32
-        [n], how many there are."""
+        ahead = plan.ahead
+        assert ahead is not None, "something was put in"
+        if sampled is None:
+            nothing = AheadResult.without_drafts(ahead)
+            return lambda result: replace(result, ahead=nothing)
+        seqs = np.unique(plan.sample_seq)
+        slots = self._upload(ahead.slots[seqs])
         lengths = self._num_tokens[slots]
-        # The last token of a request is never written, so no draft lies there or behind.
-        room = np.clip(self._max_total[slots] - 1 - lengths, 0, self._max_drafts)
-        room[self._ended[slots]] = 0
-        counts: Int32 = np.zeros_like(room)
-        asked = np.flatnonzero(room)
-        together: Int32 | None = None
-        if self._draft_head is not None and len(asked):
-            newest = self._tokens[slots[asked], lengths[asked] - 1]
-            states, most = runs.state_ids[seqs[asked]], int(room.max())
-            together = self._draft_head.propose(states, newest, lengths[asked] - 1, most)
-        for number, i in enumerate(asked.tolist()):
-            slot, length, drafts = int(slots[i]), int(lengths[i]), NO_TOKENS
-            if together is not None:
-                drafts = together[number]
-            elif self._drafter is not None:
-                drafts = self._drafter.propose(slot, self._tokens[slot, :length], int(room[i]))
-            drafts = drafts[: room[i]]
-            counts[i] = len(drafts)
-            self._tokens[slot, length : length + len(drafts)] = drafts
-        self._num_drafts[slots] = counts
+        if self._drafter is None:
+            self._tokens.view(-1).index_copy_(0, slots * self._width + lengths, sampled)
+            self._num_tokens.index_copy_(0, slots, lengths + 1)
+            each = AheadResult.without_drafts(ahead)
+            return lambda result: replace(result, ahead=each)
+        num_new, verified = self._verify(ahead.num_drafts[seqs], slots, lengths, sampled)
+        asked = Asked(
+            slots=slots,
+            tokens=self._tokens,
+            lengths=lengths + num_new,
+            # The last token of a request is never written, so no draft lies there or behind.
+            room=(self._max_total[slots] - 1 - lengths - num_new).clamp_(0, self._max_drafts),
+            state_ids=self._upload(plan.state_ids[seqs] if len(plan.state_ids) else NO_STATES),
+            num_drafts=self._max_drafts,
+            longest=min(int(plan.context_lens.max()) + 1, self._width),
+        )
+        proposed = self._propose(self._drafter, asked)
+        found = self._device.download(torch.stack((num_new, verified, proposed)).int())
+        return _Accepted(plan, found)
+
+    def _verify(
+        self, planned: Int32, slots: Tensor, lengths: Tensor, sampled: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Keep what is accepted of n sampling sequences with `planned` rows for drafts, int32 [n]:
+        how many tokens each gets, and how many drafts it had, int64 [n] each."""
+        most = int(planned.max())
+        if most * len(planned) == int(planned.sum()):
+            rows = sampled.view(-1, 1 + most)
+        else:
+            behind = np.minimum(np.arange(1 + most), planned[:, None])
+            starts = np.cumsum(1 + planned) - (1 + planned)
+            rows = sampled[self._upload(starts[:, None] + behind)]
+        places = (slots * self._width + lengths)[:, None] + self._columns[: 1 + most]
+        tokens = self._tokens.view(-1)
+        verified = torch.minimum(self._upload(planned), self._num_drafts[slots])
+        is_right = rows[:, :most] == tokens[places[:, :most]]
+        is_right &= self._columns[:most] < verified[:, None]
+        num_new = 1 + is_right.long().cumprod(1).sum(1)
+        # Who has ended by its length gets nothing more.
+        num_new = torch.minimum(num_new, self._max_total[slots] - lengths)
+        tokens.index_copy_(0, places.flatten(), rows.flatten())
+        self._num_tokens.index_copy_(0, slots, lengths + num_new)
+        return num_new, verified
+
+    def _propose(self, drafter: Drafter, asked: Asked) -> Tensor:
+        """Put drafts behind the tokens of who is asked; how many there are, int64 [n]."""
+        drafts, counts = drafter.propose(asked)
+        places = (asked.slots * self._width + asked.lengths)[:, None]
+        places = places + self._columns[: drafts.shape[1]]
+        self._tokens.view(-1).index_copy_(0, places.flatten(), drafts.flatten().int())
+        self._num_drafts.index_copy_(0, asked.slots, counts)
         return counts
+
+    def _upload(self, numbers: Ints) -> Tensor:
+        tensor: Tensor = self._device.upload(np.ascontiguousarray(numbers, np.int64))
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Accepted:
+    """Leaves in a result what is part of the sequences.
+
+    `found` int32 [3, n], of the sampling sequences: new tokens, drafts verified and proposed.
+    """
+
+    plan: StepPlan
+    found: Readback
+
+    def __call__(self, result: StepResult) -> StepResult:
+        seqs, first, counts = np.unique(self.plan.sample_seq, return_index=True, return_counts=True)
+        found = np.zeros((3, self.plan.num_seqs), np.int32)
+        found[:, seqs] = self.found.numpy()
+        number = np.arange(len(self.plan.sample_seq)) - first.repeat(counts)
+        kept = number < found[0, seqs].repeat(counts)
+        return replace(
+            result,
+            token_ids=result.token_ids[kept],
+            logprobs=result.logprobs[kept],
+            ahead=AheadResult(*found),
+        )
+
+
+def as_it_runs(
+    plan: StepPlan,
+    token_ids: Int32,
+    back: Ints | None,
+    block_size: int,
+    histories: Int32 | None = None,
+) -> StepPlan:
+    """A plan with what was put into it.
+
+    Args:
+        token_ids: int32 [T].
+        back: int64 [S], of `StepInputs`.
+        histories: int32 [S, width], of each sequence the tokens it has and those it computes; with
+            tags.
+    """
+    ahead = plan.ahead
+    assert ahead is not None, "something was put in"
+    plan = replace(plan, token_ids=token_ids)
+    if back is not None:
+        seqs = np.arange(plan.num_seqs).repeat(plan.num_scheduled)
+        positions = (plan.positions - back[seqs]).astype(np.int32)
+        columns, offsets = np.divmod(positions, block_size)
+        blocks = plan.block_tables[seqs, columns].astype(np.int64)
+        plan = replace(
+            plan,
+            positions=positions,
+            context_lens=(plan.context_lens - back).astype(np.int32),
+            slot_mapping=blocks * block_size + offsets,
+            sample_positions=(plan.sample_positions - back[plan.sample_seq]).astype(np.int32),
+        )
+    if plan.tags is None or histories is None or ahead.tag_sums is None:
+        return plan
+    tags = plan.tags[:, : int(plan.context_lens.max())].copy()
+    for i in np.flatnonzero(ahead.is_open).tolist():
+        start, end = int(ahead.num_known[i]), int(plan.context_lens[i])
+        tags[i, start:end] = go_on(ahead.tag_sums[i], start, histories[i, start:end])
+        tags[i, end:] = 0
+    return replace(plan, tags=tags)
 
 
 def make_carry(
-    config: EngineConfig, num_slots: int, drafter: Drafter | None, draft_head: DraftHead | None
+    config: EngineConfig,
+    num_slots: int,
+    device: Device,
+    drafter: Drafter | None,
+    *,
+    exact: bool,
+    told: bool,
 ) -> Carry | None:
     """What the steps of an engine hand on; None where each plan is complete.
 
     Args:
         num_slots: draft slots, slot 0 included; 0 where plans do not look ahead.
-        drafter: who proposes drafts; by default `draft_head`, or the one that `config` names.
-        draft_head: the model's own draft layers; None without.
+        drafter: who proposes drafts; by default the one that `config` names.
+        exact, told: of `Carry`.
     """
     if not num_slots:
         return None
-    sizes = num_slots, config.max_model_len, config.block_size
     if not config.drafts:
-        return Carry(*sizes)
-    if drafter is None and draft_head is None:
+        drafter = None
+    elif drafter is None:
         drafter = make_drafter(config.drafter)
-    return Carry(*sizes, drafter, config.drafts, draft_head if drafter is None else None)
+    sizes = num_slots, config.max_model_len, config.block_size
+    return Carry(*sizes, device, drafter, config.drafts, exact=exact, told=told)

@@ -44,7 +44,6 @@ from deepinfer.errors import (
 )
 from deepinfer.fork_sources import give_up_sources
 from deepinfer.hybrid_runner import HybridRunner
-from deepinfer.last_tokens import LastTokens, make_last_tokens
 from deepinfer.live import as_token_ids
 from deepinfer.model_runner import ModelRunner
 from deepinfer.models.hybrid.cache import HybridCache
@@ -356,29 +355,23 @@ class LLMEngine:
         self, runner: Runner | None, weights: Weights | None, drafter: Drafter | None
     ) -> Worker:
         """Of a runner, by default the network of the model, with what its steps hand on."""
-        config, checks, num_slots = self.config, self._checks, self.pools.num_draft_slots
-        last_tokens, carry = None, None
+        config, checks = self.config, self._checks
+        is_own = runner is None
         if runner is None:
-            last_tokens = make_last_tokens(
-                config, num_slots, self.device, tags=checks.tags, told=checks.reads_plans
-            )
-            runner = self._load(weights, last_tokens)
-        if last_tokens is None:
-            draft_head = runner.draft_head if isinstance(runner, HybridRunner) else None
-            carry = make_carry(config, num_slots, drafter, draft_head)
-        return Worker(runner, self.device, config.block_size, carry)
-
-    def _load(self, weights: Weights | None, last_tokens: LastTokens | None) -> Runner:
-        if weights is None:
-            weights = self.device.run(lambda: load_model(self.model, self.device))
-        return make_runner(
-            self.model,
-            self.config,
-            weights,
+            if weights is None:
+                weights = self.device.run(lambda: load_model(self.model, self.device))
+            runner = make_runner(self.model, config, weights, self.device, tags=checks.tags)
+        if drafter is None and isinstance(runner, HybridRunner):
+            drafter = runner.draft_head
+        carry = make_carry(
+            config,
+            self.pools.num_draft_slots,
             self.device,
-            tags=self._checks.tags,
-            last_tokens=last_tokens,
+            drafter,
+            exact=checks.tags or not is_own,
+            told=checks.reads_plans,
         )
+        return Worker(runner, self.device, config.block_size, carry)
 
     def _add_or_refuse(self, request_id: str, prompt: Int32, sampling: SamplingParams) -> None:
         if self.add_request(request_id, prompt, sampling) is Verdict.NEVER:

@@ -16,10 +16,9 @@ from torch import Tensor
 from deepinfer.cache_engine import free_bytes, gib
 from deepinfer.config import EngineConfig
 from deepinfer.device.base import Device, Readback
-from deepinfer.drafters.base import DraftHead
+from deepinfer.drafters.base import Asked, Drafter, Drafts
 from deepinfer.entry_bytes import EntryBytes
 from deepinfer.errors import UserError
-from deepinfer.last_tokens import LastTokens
 from deepinfer.models.hybrid.cache import HybridCache
 from deepinfer.models.hybrid.drafting import Drafting, make_drafting
 from deepinfer.models.hybrid.geometry import Geometry
@@ -30,8 +29,8 @@ from deepinfer.models.hybrid.network import HybridNetwork
 from deepinfer.models.hybrid.weights import HybridWeights
 from deepinfer.plan import Int32, Int64, StepPlan, WrongRows
 from deepinfer.sizing import num_state_slots
+from deepinfer.step_inputs import Sampled, StepInputs
 from deepinfer.step_sampling import sample_step
-from deepinfer.worker import StepReadback
 
 MAX_SHOWN = 8  # of the wrong rows of a step
 
@@ -62,7 +61,6 @@ class HybridRunner:
     Args:
         weights: on `device`, of the shapes `model_config` says.
         tags: keep a prefix tag beside each row, and compare those of the rows a step reads.
-        last_tokens: what is put into plans made ahead; None where plans come complete.
 
     Attributes:
         cache: both pools.
@@ -78,9 +76,7 @@ class HybridRunner:
         device: Device,
         *,
         tags: bool = False,
-        last_tokens: LastTokens | None = None,
     ) -> None:
-        self._last_tokens = last_tokens
         model_config = model_config.served(engine_config.uses_draft_layers)
         geometry = Geometry.of(model_config, engine_config.block_size)
         num_slots = num_state_slots(engine_config.max_num_seqs, engine_config.num_state_slots)
@@ -111,7 +107,7 @@ class HybridRunner:
             )
 
     @property
-    def draft_head(self) -> DraftHead | None:
+    def draft_head(self) -> Drafter | None:
         """What proposes with `drafting`; None without it."""
         return self if self.drafting is not None else None
 
@@ -128,17 +124,17 @@ class HybridRunner:
         """Inside submitted work: see `worker.Runner`."""
         self.cache.copy_states(self._device.upload(pairs))
 
-    def forward(self, plan: StepPlan) -> StepReadback:
+    def forward(self, inputs: StepInputs) -> Sampled:
         """Inside submitted work: see `worker.Runner`."""
         tokens = None
-        if len(plan.sample_tokens):
-            tokens = plan.sample_tokens.astype(np.int64)
-        logits, wrong_rows = self.logits(plan, tokens)
-        return sample_step(logits, plan, self._device, self._last_tokens, wrong_rows)
+        if len(inputs.plan.sample_tokens):
+            tokens = inputs.plan.sample_tokens.astype(np.int64)
+        logits, wrong_rows = self.logits(inputs, tokens)
+        return sample_step(logits, inputs, self._device, wrong_rows)
 
     @torch.inference_mode()
     def logits(
-        self, plan: StepPlan, tokens: Int64 | None
+        self, inputs: StepInputs, tokens: Int64 | None
     ) -> tuple[Tensor | None, Callable[[], WrongRows]]:
         """Inside submitted work: compute a step.
 
@@ -150,10 +146,8 @@ class HybridRunner:
             once the step is done: with tags all kinds of rows, without them ring rows that did not
             hold the position wanted.
         """
-        layout = self._layouts.of(plan)
-        if self._last_tokens is not None:
-            layout.token_ids = self._last_tokens.put_in(plan, layout.token_ids)
-        wrong_rows = self._check(plan, layout)
+        layout = self._layouts.of(inputs)
+        wrong_rows = self._check(inputs.plan, layout)
         rows = None if tokens is None else self._device.upload(tokens)
         if self.drafting is None:
             return self.network.forward(layout, rows), wrong_rows
@@ -163,20 +157,22 @@ class HybridRunner:
         self.drafting.write(layout, taps)
         return logits, wrong_rows
 
+    def prepare(self, device: Device, num_slots: int, max_model_len: int) -> None:
+        """Nothing to make: what draft layers need of a request is in its state slot."""
+
+    def start(self, slot: int, request_id: str, num_prompt_tokens: int) -> None:
+        """Nothing to forget: each step writes what they need for the tokens it computes."""
+
     @torch.inference_mode()
-    def propose(
-        self, state_ids: Int32, token_ids: Int32, positions: Int32, num_drafts: int
-    ) -> Int32:
-        """Inside submitted work: see `drafters.base.DraftHead`."""
-        device, drafting = self._device, self.drafting
+    def propose(self, asked: Asked) -> Drafts:
+        """Inside submitted work: see `drafters.base.Drafter`."""
+        drafting = self.drafting
         assert drafting is not None, "the engine was made to ask draft layers"
-        device.part("draft layers")
-        slots, newest, places = (
-            device.upload(array).long() for array in (state_ids, token_ids, positions)
-        )
-        drafts = drafting.propose(slots, newest, places, num_drafts)
-        found: Int32 = device.read(device.download(drafts.int()))
-        return found
+        self._device.part("draft layers")
+        positions = asked.lengths - 1
+        newest = asked.tokens[asked.slots, positions].long()
+        drafts = drafting.propose(asked.state_ids, newest, positions, asked.num_drafts)
+        return Drafts(drafts, asked.room.clamp(max=drafts.shape[1]))
 
     def _check(self, plan: StepPlan, layout: StepLayout) -> Callable[[], WrongRows]:
         """Compare the tags of what the step reads: prefixes if they are kept, else positions."""
@@ -185,7 +181,8 @@ class HybridRunner:
             comparison = tags.write_and_compare(plan, layout, self._device)
             return _no_rows if comparison is None else comparison.result
         if layout.tags:
-            found = self._device.download(torch.cat(layout.found_tags))
+            parts = [layout.found_tags, layout.asked_tags]
+            found = self._device.download(torch.stack([torch.cat(part) for part in parts if part]))
         return _RingCheck(layout.tags, found)
 
 
@@ -203,10 +200,12 @@ class _RingCheck:
     def __call__(self) -> WrongRows:
         if self._found is None:
             return _no_rows()
-        found = self._found.numpy()
+        found, *asked = self._found.numpy()
         seqs = np.concatenate([read.seqs for read in self._reads])
-        wanted = np.concatenate([read.wanted for read in self._reads])
-        wrong = np.concatenate([read.read for read in self._reads]) & (found != wanted + 1)
+        if not asked:  # the host knows
+            asked = [np.concatenate([np.where(r.read, r.wanted, -1) for r in self._reads])]
+        (wanted,) = asked
+        wrong = (wanted >= 0) & (found != wanted + 1)
         index, row = wrong.nonzero()
         first = slice(MAX_SHOWN)
         return WrongRows(

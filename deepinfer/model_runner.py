@@ -7,19 +7,17 @@ Invariant: `copy_blocks` and `forward` touch the rows their arguments name, and 
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
 from deepinfer.cache_engine import KVCache
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.device.base import Device
 from deepinfer.entry_bytes import EntryBytes
-from deepinfer.last_tokens import LastTokens
-from deepinfer.models.attention import AttentionPlan, PagedAttention
+from deepinfer.models.attention import PagedAttention
 from deepinfer.models.qwen3 import Qwen3
 from deepinfer.models.weights import Qwen3Weights
-from deepinfer.plan import Int32, StepPlan
+from deepinfer.plan import Int32
+from deepinfer.step_inputs import Sampled, StepInputs
 from deepinfer.step_sampling import sample_step
-from deepinfer.worker import StepReadback
 
 
 class ModelRunner:
@@ -28,7 +26,6 @@ class ModelRunner:
     Args:
         weights: on `device`, of the shapes `model_config` says.
         tags: keep a tag beside each row, and compare those of the rows a step reads.
-        last_tokens: what is put into plans made ahead; None where plans come complete.
 
     Attributes:
         cache: the KV pool.
@@ -42,9 +39,7 @@ class ModelRunner:
         device: Device,
         *,
         tags: bool = False,
-        last_tokens: LastTokens | None = None,
     ) -> None:
-        self._last_tokens = last_tokens
         self.cache = device.run(
             lambda: KVCache(
                 model_config,
@@ -76,22 +71,13 @@ class ModelRunner:
         """Never called: requests of this network have no state."""
         raise AssertionError("no state slots")
 
-    def forward(self, plan: StepPlan) -> StepReadback:
+    def forward(self, inputs: StepInputs) -> Sampled:
         """Inside submitted work: see `worker.Runner`."""
-        device, tags, wrong_rows = self._device, self.cache.tags, None
-        attention = self._attention.prepare(plan)
+        device, plan, tags, wrong_rows = self._device, inputs.plan, self.cache.tags, None
+        attention = self._attention.prepare(inputs)
         if tags is not None and plan.tags is not None:
             reads = self._attention.reads(attention)
             wrong_rows = tags.write_and_compare(plan, attention.slots, reads, device).result
-        logits = self._logits(plan, attention)
-        return sample_step(logits, plan, device, self._last_tokens, wrong_rows)
-
-    def _logits(self, plan: StepPlan, attention: AttentionPlan) -> Tensor | None:
-        """The forward pass. [M, vocab_size], None if nothing samples."""
-        rows = None
-        if len(plan.sample_tokens):
-            rows = self._device.upload(plan.sample_tokens.astype(np.int64))
-        token_ids = self._device.upload(plan.token_ids)
-        if self._last_tokens is not None:
-            token_ids = self._last_tokens.put_in(plan, token_ids)
-        return self._model.forward(token_ids, attention, rows)
+        rows = device.upload(plan.sample_tokens.astype(np.int64))
+        logits = self._model.forward(inputs.token_ids, attention, rows if len(rows) else None)
+        return sample_step(logits, inputs, device, wrong_rows)

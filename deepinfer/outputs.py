@@ -65,10 +65,12 @@ class DraftCounts(NamedTuple):
     """The drafts of a step.
 
     Attributes:
+        num_rows: rows computed for drafts, those among them for which there was none.
         num_seqs: requests that had some.
         proposed, accepted: how many had, and got accepted, a first draft, a second one, and so on.
     """
 
+    num_rows: int
     num_seqs: int
     proposed: tuple[int, ...]
     accepted: tuple[int, ...]

@@ -46,7 +46,6 @@ class SlotStart:
         token_ids: int32 [num_tokens], all it has.
         num_prompt_tokens: how many of them were given.
         max_total_tokens: where it ends by length.
-        stop_token_id: where it ends by token; -1 = nowhere.
     """
 
     slot: int
@@ -54,7 +53,6 @@ class SlotStart:
     token_ids: Int32
     num_prompt_tokens: int
     max_total_tokens: int
-    stop_token_id: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,9 +133,8 @@ class PlanBuilder:
     def started(self, seq: Sequence) -> None:
         """A sequence got a row; where plans look ahead, the next one tells the device."""
         if self._looks_ahead:
-            stop = int(self._seqs.stop_token_ids[seq.row])
             lengths = seq.num_prompt_tokens, seq.max_total_tokens
-            start = SlotStart(seq.draft_slot, seq.request_id, seq.token_ids, *lengths, stop)
+            start = SlotStart(seq.draft_slot, seq.request_id, seq.token_ids, *lengths)
             self._starts.append(start)
 
     def build(

@@ -95,16 +95,17 @@ class ResultWriter:
         seqs, found = self._seqs, result.ahead
         assert found is not None, "the device says what became of it"
         alive = seqs.epochs[plan.rows] == plan.epochs
-        kept = alive.repeat(found.num_new)
-        token_ids, logprobs = result.token_ids[kept], result.logprobs[kept]
-        rows, num_new, is_open = plan.rows[alive], found.num_new[alive], ahead.is_open[alive]
+        rows, is_open = plan.rows[alive], ahead.is_open[alive]
+        num_new, kept = self._until_stop(plan.rows, found.num_new, result.token_ids)
+        kept &= alive.repeat(found.num_new)
+        token_ids, logprobs, num_new = result.token_ids[kept], result.logprobs[kept], num_new[alive]
         seqs.num_in_flight_tokens[rows] -= plan.num_scheduled[alive]
         seqs.num_pending_tokens[rows] -= ahead.num_pending[alive]
         seqs.num_in_flight_drafts[rows] -= ahead.num_drafts[alive]
         seqs.num_proposed_drafts[rows] = found.num_proposed[alive]
         # Of an open sequence the rows behind the accepted ones are bytes and nothing else.
         before = seqs.num_computed_tokens[rows]
-        written = before + 1 + found.num_verified[alive]
+        written = before + plan.num_scheduled[alive]
         seqs.num_written_tokens[rows] = np.maximum(seqs.num_written_tokens[rows], written)
         computed = before + num_new
         seqs.num_computed_tokens[rows] = np.where(is_open, computed, plan.context_lens[alive])
@@ -119,6 +120,22 @@ class ResultWriter:
         ended = (stopped | (seqs.num_tokens[got] >= seqs.max_total_tokens[got])).nonzero()[0]
         finished = _finished(seqs.sequences[got], stopped, ended)
         return Commit(seqs.sequences[each], token_ids, logprobs, finished)
+
+    def _until_stop(
+        self, rows: Rows, num_new: Int32, token_ids: Int32
+    ) -> tuple[Int32, NDArray[np.bool_]]:
+        """Of each row's new tokens those up to its stop token: how many, and which of all."""
+        ends = np.cumsum(num_new)
+        stops = token_ids == self._seqs.stop_token_ids[rows].repeat(num_new)
+        if not np.count_nonzero(stops):
+            return num_new, np.ones(len(token_ids), bool)
+        # The first stop token at or behind each row's first token; a row without tokens has none.
+        last = np.append(np.flatnonzero(stops), len(token_ids))
+        begins = ends - num_new
+        first = last[np.searchsorted(last, begins)]
+        counts = np.minimum(first + 1 - begins, num_new).astype(np.int32)
+        number = np.arange(len(token_ids)) - begins.repeat(num_new)
+        return counts, number < counts.repeat(num_new)
 
 
 def _finished(

@@ -15,7 +15,6 @@ from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.device.base import Device
 from deepinfer.errors import UserError
 from deepinfer.hybrid_runner import HybridRunner, check_pools_fit
-from deepinfer.last_tokens import LastTokens
 from deepinfer.model_runner import ModelRunner
 from deepinfer.models.hybrid.layer_plan import HybridConfig
 from deepinfer.models.hybrid.loading import draw_weights
@@ -94,17 +93,15 @@ def make_runner(
     device: Device,
     *,
     tags: bool,
-    last_tokens: LastTokens | None = None,
 ) -> ModelRunner | HybridRunner:
     """The network of `model` with its pools.
 
     Args:
         weights: on `device`, those of `model`.
         tags: keep a tag beside each row, and compare those of the rows a step reads.
-        last_tokens: what is put into plans made ahead; None where plans come complete.
     """
     if isinstance(model, HybridConfig):
         assert isinstance(weights, HybridWeights), "weights of another family"
-        return HybridRunner(model, config, weights, device, tags=tags, last_tokens=last_tokens)
+        return HybridRunner(model, config, weights, device, tags=tags)
     assert isinstance(weights, Qwen3Weights), "weights of another family"
-    return ModelRunner(model, config, weights, device, tags=tags, last_tokens=last_tokens)
+    return ModelRunner(model, config, weights, device, tags=tags)

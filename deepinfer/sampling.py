@@ -4,11 +4,10 @@ Drawing is Gumbel-max: argmax(logits / temperature + g) with g Gumbel(0, 1) nois
 softmax(logits / temperature). The noise is a pure function of (seed, position, token): nothing is
 consumed, so a request's tokens do not depend on its batch, on preemption or on the device.
 
-The function is the 32-bit finaliser `lowbias32` (C. Wellons, "Prospecting for Hash Functions",
-2018), a bijection, applied twice to the token id, each time behind a 32-bit key made from seed and
-position the same way. Where the two meet, the closing shift of one and the opening shift of the
-other undo each other and are left out: shifts are the slow part. The lower 23 bits become a uniform
-in (0, 1).
+The function is the 32-bit finaliser `lowbias32` (see `deepinfer.hashing`), applied twice to the
+token id, each time behind a 32-bit key made from seed and position the same way. Where the two
+meet, the closing shift of one and the opening shift of the other undo each other and are left out:
+shifts are the slow part. The lower 23 bits become a uniform in (0, 1).
 
 Knows nothing of requests. Invariant: a row's token and log-probability depend on that row alone.
 """
@@ -20,30 +19,8 @@ import torch
 from torch import Tensor
 
 from deepinfer.device.base import Device
+from deepinfer.hashing import lowbias32_, multiply_, shift_xor_, signed
 from deepinfer.plan import Float32, Int32, Int64
-
-_LOW_32 = 0xFFFFFFFF
-
-
-def _signed(constant: int) -> int:
-    """The int32 with the bits of an unsigned 32-bit constant."""
-    return constant - (1 << 32) if constant >> 31 else constant
-
-
-def _shift_xor_(x: Tensor, bits: int) -> Tensor:
-    """x ^= x >>> bits. torch shifts int32 arithmetically: the mask clears the copied sign bits."""
-    return x.bitwise_xor_((x >> bits).bitwise_and_(_LOW_32 >> bits))
-
-
-def _multiply_(x: Tensor) -> Tensor:
-    """The middle of lowbias32; int32 multiplication wraps modulo 2^32 on every device."""
-    x.mul_(0x7FEB352D)
-    return _shift_xor_(x, 15).mul_(_signed(0x846CA68B))
-
-
-def _lowbias32_(x: Tensor) -> Tensor:
-    """Hash int32 in place."""
-    return _shift_xor_(_multiply_(_shift_xor_(x, 16)), 16)
 
 
 def gumbel_noise(
@@ -63,11 +40,11 @@ def gumbel_noise(
     seeds = seeds.to(device)
     positions = positions.to(seeds.device, torch.int32)
     low, high = seeds.to(torch.int32), (seeds >> 32).to(torch.int32)
-    first = _lowbias32_(low ^ _lowbias32_(positions ^ _signed(0x9E3779B9)))
-    second = _lowbias32_(_lowbias32_(high ^ _signed(0x85EBCA6B)) ^ first)
+    first = lowbias32_(low ^ lowbias32_(positions ^ signed(0x9E3779B9)))
+    second = lowbias32_(lowbias32_(high ^ signed(0x85EBCA6B)) ^ first)
     x = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device) ^ first[:, None]
-    _multiply_(_shift_xor_(x, 16)).bitwise_xor_(second[:, None])
-    _shift_xor_(_multiply_(x), 16)
+    multiply_(shift_xor_(x, 16)).bitwise_xor_(second[:, None])
+    shift_xor_(multiply_(x), 16)
     # (n + 0.5) / 2^23 is exact in float32 and never 0 or 1.
     uniform = x.bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()
@@ -75,7 +52,7 @@ def gumbel_noise(
 
 @torch.inference_mode()
 def sample(
-    logits: Tensor, temperature: Float32, seeds: Int64, positions: Int32, device: Device
+    logits: Tensor, temperature: Float32, seeds: Int64, positions: Int32 | Tensor, device: Device
 ) -> tuple[Tensor, Tensor]:
     """One token per row; of equal scores the lowest id.
 
@@ -83,7 +60,7 @@ def sample(
         logits: [M, vocab_size].
         temperature: float32 [M] on the host; 0 = greedy. Rows of 0 cost no noise.
         seeds: int64 [M] on the host.
-        positions: int32 [M] on the host, position each token will have.
+        positions: int32 [M] on the host, or int64 [M] on the device, position each token will have.
 
     Returns:
         Token ids int32 [M] and log-probabilities float32 [M], of softmax(logits) at temperature 1.
@@ -94,9 +71,11 @@ def sample(
     if len(drawn):
         every = len(drawn) == len(temperature)
         rows = None if every else device.upload(drawn)
-        noise = gumbel_noise(
-            device.upload(seeds[drawn]), device.upload(positions[drawn]), logits.shape[1]
-        )
+        if isinstance(positions, np.ndarray):
+            where = device.upload(positions[drawn])
+        else:
+            where = positions if rows is None else positions.index_select(0, rows)
+        noise = gumbel_noise(device.upload(seeds[drawn]), where, logits.shape[1])
         picked = logits if rows is None else logits.index_select(0, rows)
         noisy = noise.addcdiv_(picked, device.upload(temperature[drawn])[:, None])
         scores = noisy if rows is None else logits.index_copy(0, rows, noisy)

@@ -13,7 +13,7 @@ import numpy as np
 
 from deepinfer.device import Event
 from deepinfer.outputs import DraftCounts, StepMoments, StepStats
-from deepinfer.plan import AheadResult, StepPlan, StepResult
+from deepinfer.plan import AheadResult, LookAhead, StepPlan, StepResult
 from deepinfer.release import Fence
 from deepinfer.scheduler import Scheduler
 from deepinfer.worker import InFlightStep
@@ -105,7 +105,7 @@ class SubmittedStep:
             result_wait_ns=arrived - collecting,
             device_ms=self.flight.device_ms(),
             gap_ms=gap_ms,
-            drafts=None if result.ahead is None else draft_counts(result.ahead),
+            drafts=draft_counts(self.plan.ahead, result.ahead),
             moments=StepMoments(
                 started.at_ns,
                 planned.at_ns,
@@ -119,14 +119,15 @@ class SubmittedStep:
         )
 
 
-def draft_counts(ahead: AheadResult) -> DraftCounts | None:
-    """The drafts of a step in numbers; None if it verified none."""
-    verified = ahead.num_verified
-    if not np.count_nonzero(verified):
+def draft_counts(ahead: LookAhead | None, found: AheadResult | None) -> DraftCounts | None:
+    """The drafts of a step in numbers, of its plan and its result; None if it was to have none."""
+    if ahead is None or found is None or not np.count_nonzero(ahead.num_drafts):
         return None
-    accepted = np.clip(ahead.num_new - 1, 0, verified)
+    verified = found.num_verified
+    accepted = np.clip(found.num_new - 1, 0, verified)
     positions = np.arange(int(verified.max()))
     return DraftCounts(
+        num_rows=int(ahead.num_drafts.sum()),
         num_seqs=int(np.count_nonzero(verified)),
         proposed=tuple(np.count_nonzero(verified[:, None] > positions, axis=0).tolist()),
         accepted=tuple(np.count_nonzero(accepted[:, None] > positions, axis=0).tolist()),

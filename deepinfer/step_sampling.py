@@ -1,6 +1,6 @@
-"""The end of a network's step: one token for each row of logits, and what of it goes where.
+"""The end of a network's step: one token for each row of logits.
 
-Knows nothing of what made the logits. Invariant: what is read back was computed by this step.
+Knows nothing of what made the logits. Invariant: what is given was computed by this step.
 """
 
 from __future__ import annotations
@@ -10,31 +10,29 @@ from collections.abc import Callable
 from torch import Tensor
 
 from deepinfer.device.base import Device
-from deepinfer.last_tokens import LastTokens
-from deepinfer.plan import StepPlan, WrongRows
+from deepinfer.plan import Int32, WrongRows
 from deepinfer.sampling import sample
-from deepinfer.worker import StepReadback
+from deepinfer.step_inputs import Sampled, StepInputs
 
 
 def sample_step(
     logits: Tensor | None,
-    plan: StepPlan,
+    inputs: StepInputs,
     device: Device,
-    last_tokens: LastTokens | None,
     wrong_rows: Callable[[], WrongRows] | None,
-) -> StepReadback:
-    """Inside submitted work, behind the forward pass: sample, keep, and begin to read back.
+) -> Sampled:
+    """Inside submitted work, behind the forward pass: sample.
 
     Args:
         logits: [M, vocab_size], of the plan's `sample_tokens`; None if nothing samples.
-        last_tokens: which keep what is sampled; None where plans come complete.
-        wrong_rows: of `StepReadback`.
+        wrong_rows: of `Sampled`.
     """
     if logits is None:
-        return StepReadback(wrong_rows=wrong_rows)
+        return Sampled(wrong_rows=wrong_rows)
     device.part("sampling")
-    token_ids, logprobs = sample(
-        logits, plan.temperature, plan.seeds, plan.sample_positions, device
-    )
-    newest = None if last_tokens is None else last_tokens.keep(plan, token_ids)
-    return StepReadback(device.download(token_ids), device.download(logprobs), wrong_rows, newest)
+    plan = inputs.plan
+    where: Int32 | Tensor = plan.sample_positions
+    if inputs.back is not None and plan.temperature.any():
+        where = inputs.really(plan.sample_positions, plan.sample_seq, device)
+    token_ids, logprobs = sample(logits, plan.temperature, plan.seeds, where, device)
+    return Sampled(token_ids, logprobs, wrong_rows)

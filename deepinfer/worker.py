@@ -9,27 +9,27 @@ forward pass with sampling on stream `compute`. Ordered by events:
 Who else must read state slots between two steps (`deepinfer.transfers`) does so with the copies.
 
 What an operation computes is the `Runner`'s. Where plans look ahead, what is open in them is put in
-right before, and what was sampled is carried on right behind: by the runner itself, if all that is
-open are tokens (`deepinfer.last_tokens`), else by `deepinfer.carry`.
+right before, and what was sampled is carried on right behind, by `deepinfer.carry`.
 
 Knows nothing of requests or of who owns a block: it touches what the plan names. Invariant: a
-submit call never waits for the device; but where work runs inside the call (CUDA), one with a
-`Carry` waits for what the step before has found.
+submit call never waits for the device; but where work runs inside the call (CUDA), one with an
+exact `Carry` waits for what the step before has found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from deepinfer.carry import NO_TOKENS, Accepted, Carry
+from deepinfer.carry import Carry
 from deepinfer.device.base import COMPUTE, Device, Event, Readback, Stream
 from deepinfer.observer import KV, RECORD, STAGING, STATE, Access
-from deepinfer.plan import PLACEHOLDER, AheadResult, Int32, StepPlan, StepResult, WrongRows
+from deepinfer.plan import Int32, StepPlan, StepResult, WrongRows
+from deepinfer.step_inputs import Sampled, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +38,27 @@ class StepReadback:
 
     Attributes:
         token_ids, logprobs: int32 [M] and float32 [M]; None if nothing samples.
-        wrong_rows: gives what was wrong with the rows read, once the step is done; None where rows
-            are not tagged.
-        newest: int32 [K], tokens that took the place of the plan's placeholders; None if none did,
-            or nobody asks.
+        wrong_rows: of `Sampled`.
+        accepted: leaves in a result what is part of the sequences; None where all of it is.
+        ran: gives the plan as it ran; None where that is as it was made, or nobody asks.
     """
 
     token_ids: Readback | None = None
     logprobs: Readback | None = None
     wrong_rows: Callable[[], WrongRows] | None = None
-    newest: Readback | None = None
+    accepted: Callable[[StepResult], StepResult] | None = None
+    ran: Callable[[], StepPlan] | None = None
 
     def result(self, step: int) -> StepResult:
         """The result of `step`; valid once an event recorded behind it has passed."""
         token_ids, logprobs, wrong_rows = self.token_ids, self.logprobs, self.wrong_rows
-        return StepResult(
+        result = StepResult(
             step,
             np.empty(0, np.int32) if token_ids is None else token_ids.numpy(),
             np.empty(0, np.float32) if logprobs is None else logprobs.numpy(),
             None if wrong_rows is None else wrong_rows(),
         )
+        return result if self.accepted is None else self.accepted(result)
 
 
 class Runner(Protocol):
@@ -77,8 +78,8 @@ class Runner(Protocol):
         """
         ...
 
-    def forward(self, plan: StepPlan) -> StepReadback:
-        """Write the rows of the plan's tokens, attend, sample."""
+    def forward(self, inputs: StepInputs) -> Sampled:
+        """Write the rows of the step's tokens, attend, sample."""
         ...
 
 
@@ -87,8 +88,7 @@ class InFlightStep:
 
     Attributes:
         step: the plan's number.
-        plan: as it was made, and once the step is collected as it really ran; with placeholders
-            still, where nobody asks what became of them.
+        plan: as it was made, and once the step is collected as it really ran, where somebody asks.
         start, end: events; `end` passes when the step's tokens are ready to be read.
     """
 
@@ -98,7 +98,6 @@ class InFlightStep:
         self.start: Event = device.event(timing=True)
         self.end: Event = device.event(timing=True)
         self._readback = StepReadback()
-        self._accepted: Callable[..., Accepted] | None = None
         self._device_ms: float | None = None
         self._recycled = False
 
@@ -106,34 +105,18 @@ class InFlightStep:
         """Mark on `stream` where the step's device time begins."""
         stream.record(self.start)
 
-    def deliver(
-        self, readback: StepReadback, accepted: Callable[..., Accepted] | None = None
-    ) -> None:
-        """Inside submitted work: what the step computed is on its way to the host.
-
-        `accepted`, of `Carry.accept`, where the plan looked ahead.
-        """
-        self._readback, self._accepted = readback, accepted
+    def deliver(self, readback: StepReadback) -> None:
+        """Inside submitted work: what the step computed is on its way to the host."""
+        self._readback = readback
 
     def collect(self, timeout_s: float | None = None) -> StepResult:
         """Wait for the step and read its tokens. Raises what the wait for an event raises."""
         self.end.synchronize(timeout_s)
         self._device.on_host("collect", reads=(_number(RECORD, self.step),))
         self._device_ms = self.end.elapsed_ms(self.start)
-        result, newest = self._readback.result(self.step), self._readback.newest
-        if newest is not None:
-            token_ids = self.plan.token_ids.copy()
-            token_ids[token_ids == PLACEHOLDER] = newest.numpy()
-            self.plan = replace(self.plan, token_ids=token_ids)
-        if self._accepted is None:
-            ahead = self.plan.ahead
-            if ahead is not None:
-                result = replace(result, ahead=AheadResult.without_drafts(ahead))
-            return result
-        accepted = self._accepted(result.logprobs)
-        return StepResult(
-            self.step, accepted.token_ids, accepted.logprobs, result.tags, accepted.ahead
-        )
+        if self._readback.ran is not None:
+            self.plan = self._readback.ran()
+        return self._readback.result(self.step)
 
     def device_ms(self) -> float:
         """Device time of forward and sampling in milliseconds; only after `collect`."""
@@ -161,8 +144,7 @@ class Worker:
     """Queues the steps of one runner. Per step: `submit_copies`, then `submit_forward`.
 
     Args:
-        carry: what steps hand on to the next ones; None where plans do not look ahead, or where
-            the runner does it.
+        carry: what steps hand on to the next ones; None where plans do not look ahead.
     """
 
     def __init__(
@@ -227,16 +209,18 @@ class Worker:
 
     def _run(self, plan: StepPlan, flight: InFlightStep) -> None:
         """Inside submitted work: one step."""
-        if self._carry is None:
-            flight.deliver(self.runner.forward(plan))
-            return
-        resolved, readback, token_ids = self._carry.resolve(plan), StepReadback(), NO_TOKENS
-        if resolved.plan is not None:
-            flight.plan = resolved.plan
-            readback = self.runner.forward(resolved.plan)
-        if readback.token_ids is not None:
-            token_ids = self._device.read(readback.token_ids)
-        flight.deliver(readback, self._carry.accept(plan, resolved, token_ids))
+        device, carry, accepted, ran = self._device, self._carry, None, None
+        if carry is None:
+            sampled = self.runner.forward(StepInputs(plan, device.upload(plan.token_ids)))
+        else:
+            inputs = carry.put_in(plan)
+            sampled, ran = self.runner.forward(inputs), carry.ran(inputs)
+            accepted = carry.accept(plan, sampled.token_ids)
+        token_ids, logprobs = (
+            None if part is None else device.download(part)
+            for part in (sampled.token_ids, sampled.logprobs)
+        )
+        flight.deliver(StepReadback(token_ids, logprobs, sampled.wrong_rows, accepted, ran))
 
 
 def _touched_rows(plan: StepPlan, block_size: int) -> tuple[Access, Access]:

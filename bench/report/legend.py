@@ -51,7 +51,10 @@ _SENTENCES: tuple[tuple[tuple[tuple[str, ...], str], ...], ...] = (
             tuple(f"acceptance_{k}" for k in range(1, MAX_DRAFTS + 1)),
             "accept at k: share of the k-th drafts that were accepted.",
         ),
-        (("draft_rows_rejected",), "rows rejected: rows computed for drafts and thrown away."),
+        (
+            ("draft_rows_rejected",),
+            "rows rejected: rows computed for drafts, there or not, and thrown away.",
+        ),
         (
             ("ahead_blocks_peak", "ahead_blocks_mean"),
             "ahead: blocks held for tokens the host did not know yet, while a step was in flight.",

@@ -17,8 +17,12 @@ history, so it holds no token that the request has not seen.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+from deepinfer.device.base import Device
+from deepinfer.drafters.base import Asked, Drafts
 from deepinfer.errors import UserError, check_int
-from deepinfer.plan import Int32
 
 
 class NgramDrafter:
@@ -38,34 +42,48 @@ class NgramDrafter:
         self._min_n = min_n
         self._max_n = max_n
 
-    def start(self, row: int, request_id: str, num_prompt_tokens: int) -> None:
-        """Nothing to forget: a proposal depends on the history alone."""
+    def prepare(self, device: Device, num_slots: int, max_model_len: int) -> None:
+        """Nothing to prepare: a proposal depends on the history alone."""
 
-    def propose(self, row: int, token_ids: Int32, num_drafts: int) -> Int32:
-        """What followed the longest known suffix; empty if even `min_n` tokens are new."""
-        start = followed_at(token_ids, self._min_n, self._max_n)
-        return token_ids[start : start + num_drafts].copy()
+    def start(self, slot: int, request_id: str, num_prompt_tokens: int) -> None:
+        """Nothing to forget, for the same reason."""
+
+    def propose(self, asked: Asked) -> Drafts:
+        """What followed the longest known suffix; nothing if even `min_n` tokens are new."""
+        history = asked.tokens[:, : asked.longest].index_select(0, asked.slots)
+        end, num_equal = longest_earliest(history, asked.lengths, self._max_n)
+        start = end + 1
+        counts = torch.minimum(asked.room, asked.lengths - start)
+        counts.masked_fill_(num_equal < self._min_n, 0)
+        places = start[:, None] + torch.arange(asked.num_drafts, device=history.device)
+        places = torch.minimum(places, asked.lengths[:, None] - 1)
+        return Drafts(history.gather(1, places), counts)
 
 
-def followed_at(token_ids: Int32, min_n: int, max_n: int) -> int:
-    """Index of the token behind the earliest occurrence of the longest suffix of min_n to max_n.
+def longest_earliest(history: Tensor, lengths: Tensor, max_n: int) -> tuple[Tensor, Tensor]:
+    """Where the longest suffix of up to `max_n` tokens ends that occurs earlier, the first time.
 
-    The length of the history if there is none. One comparison of the whole history per n, so the
-    time is bounded by its length times `max_n` whatever it holds.
+    One comparison of the whole histories per n, so the time is bounded by their size times `max_n`
+    whatever they hold.
+
+    Args:
+        history: int32 [n, width].
+        lengths: int64 [n], 1 to width; no token behind is looked at.
+
+    Returns:
+        int64 [n], index of the last token of that occurrence, any where there is none, and how many
+        tokens it has, 0 to `max_n`.
     """
-    num_tokens = len(token_ids)
-    start = num_tokens
-    # longer[i]: the n tokens from i on equal the last n, and at least one follows them. They do if
-    # the first is the n-th last token and the n - 1 from i + 1 on equal the last n - 1.
-    matches = None
-    for n in range(1, min(max_n, num_tokens - 1) + 1):
-        longer = token_ids[: num_tokens - n] == token_ids[num_tokens - n]
-        if matches is not None:
-            longer &= matches[1:]
-        first = int(longer.argmax())
-        if not longer[first]:
-            break
-        if n >= min_n:
-            start = first + n
-        matches = longer
-    return start
+    width = history.shape[1]
+    newest = lengths[:, None] - 1
+    columns = torch.arange(width, device=history.device)
+    suffix = history.gather(1, (newest - columns[:max_n]).clamp_(min=0))  # the newest token first
+    # equal[:, i] for n: the n tokens from i on equal the last n, and at least one follows. They do
+    # if the first is the n-th last token and the n - 1 from i + 1 on equal the last n - 1.
+    equal = (history == suffix[:, :1]).logical_and_(columns < newest)
+    num_equal = equal.to(torch.uint8 if max_n < 256 else torch.int32)  # at the end of each
+    for n in range(2, min(max_n, width) + 1):
+        equal = equal[:, 1:].logical_and_(history[:, : 1 - n] == suffix[:, n - 1 : n])
+        num_equal[:, n - 1 :] += equal
+    most, end = num_equal.max(dim=1)  # of several the first
+    return end, most

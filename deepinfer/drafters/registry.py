@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from deepinfer.drafters.base import Drafter, DraftHead
+from deepinfer.drafters.base import Drafter
 from deepinfer.drafters.ngram import NgramDrafter
 from deepinfer.drafters.replay import ReplayDrafter
 from deepinfer.errors import UserError, check_name
 
-DRAFTERS: dict[str, type[Drafter] | type[DraftHead]] = {
+DRAFTERS: dict[str, type[Drafter] | None] = {
     "ngram": NgramDrafter,
-    "mtp": DraftHead,  # part of a model: whatever its runner has
+    "mtp": None,  # a model's own draft layers: its runner is the drafter
     "replay": ReplayDrafter,
 }
 

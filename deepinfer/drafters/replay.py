@@ -3,8 +3,17 @@
 For draft storms. The engine verifies these like any other drafts; only how many will be accepted is
 arranged, so what rejection costs can be measured without a model that drafts well or badly.
 
-Whether a token is replaced, and by which, is decided by a hash of (seed, request id, position in
-the sequence, number of the proposal): BLAKE2b, because Python's own hash differs between processes.
+Whether a token is replaced, and by which, is decided by hashes of (seed, request id, position in
+the sequence, number of the proposal). A request's key is BLAKE2b of the first two, because Python's
+own hash differs between processes: 8 bytes, read as two little-endian integers. From each the
+device goes on to a hash of its own, modulo 2^32 and with the lowbias32 of `deepinfer.hashing`:
+
+    h = lowbias32(half of the key ^ lowbias32(position + number * 0x9E3779B9))
+
+The factor, 2^32 over the golden ratio, gives no two (position, number) below 2^15 the same sum.
+
+A draft is true if the first h is below 2^32 times the probability asked for. Otherwise the token is
+moved on by 1 + second h % (vocab_size - 1), modulo vocab_size.
 
 Knows nothing of the engine's tokens but how many there are. Where a run has left its reference
 (a near-tie went the other way) the reference's tokens are proposed all the same, and verification
@@ -13,37 +22,53 @@ rejects them. Invariant: a replaced token is another token of the vocabulary, ne
 
 from __future__ import annotations
 
-import struct
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from deepinfer.device.base import Device
 from deepinfer.drafters.acceptance import Acceptance
+from deepinfer.drafters.base import Asked, Drafts
 from deepinfer.errors import UnknownRequestError, check_int
-from deepinfer.plan import Int32
+from deepinfer.hashing import lowbias32_, signed, unsigned
+from deepinfer.plan import Int32, Int64
 
-_DRAFT = struct.Struct("<qq")  # position, proposal number
-_CHOICE = struct.Struct("<QQ")  # whether to replace, by which token
+_GOLDEN = signed(0x9E3779B9)
+_NUM_HASHES = 1 << 32
 
 
-@dataclass(slots=True)
-class _Owner:
-    """The request of a row: its reference, the hash of what identifies it, proposals so far."""
+@dataclass(frozen=True, slots=True)
+class _Owners:
+    """What is known of the requests that have the slots; tensors are on the device.
 
-    reference: Int32
-    identity: Any  # hashlib's hash objects have no public type
-    num_proposals: int = 0
+    Attributes:
+        device: theirs.
+        references: int32 [num_slots, max_model_len]; behind `lengths` any valid tokens.
+        lengths: int64 [num_slots].
+        keys: int32 [num_slots, 2], the halves of the key.
+        num_proposals: int64 [num_slots], so far.
+        limits: int64 [entries, positions], how many of the 2^32 hashes leave a draft as it is.
+    """
+
+    device: Device
+    references: Tensor
+    lengths: Tensor
+    keys: Tensor
+    num_proposals: Tensor
+    limits: Tensor
 
 
 class ReplayDrafter:
     """Proposes the continuation of a reference run, right with given probabilities.
 
     Args:
-        references: request id -> int32 [n], prompt and output of the reference run. Read when a
-            request starts.
+        references: request id -> int32 [n], prompt and output of the reference run, below
+            `vocab_size`. Read when a request starts, as far as a history may get.
         acceptance: probability that a draft is the true one, by proposal and position.
         seed: of the hash.
         vocab_size: replaced tokens are below it; at least 2.
@@ -57,30 +82,71 @@ class ReplayDrafter:
         self._acceptance = acceptance
         self._seed = seed
         self._vocab_size = vocab_size
-        self._owners: dict[int, _Owner] = {}
+        self._owners: _Owners | None = None
 
-    def start(self, row: int, request_id: str, num_prompt_tokens: int) -> None:
-        """Give a row to a request and count its proposals from 0.
+    def prepare(self, device: Device, num_slots: int, max_model_len: int) -> None:
+        """Make room for a reference per slot: 4 * `num_slots` * `max_model_len` bytes."""
+        on = device.torch_device
+        self._owners = _Owners(
+            device=device,
+            references=torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=on),
+            lengths=torch.zeros(num_slots, dtype=torch.int64, device=on),
+            keys=torch.zeros((num_slots, 2), dtype=torch.int32, device=on),
+            num_proposals=torch.zeros(num_slots, dtype=torch.int64, device=on),
+            limits=device.upload(_limits(self._acceptance)),
+        )
+
+    def start(self, slot: int, request_id: str, num_prompt_tokens: int) -> None:
+        """Give a slot to a request and count its proposals from 0.
 
         Raises UnknownRequestError if the request has no reference.
         """
         if request_id not in self._references:
             raise UnknownRequestError(f"replay: no reference for request {request_id!r}")
-        identity = blake2b(f"{self._seed}\0{request_id}".encode(), digest_size=_CHOICE.size)
-        self._owners[row] = _Owner(self._references[request_id], identity)
+        owners = self._owners
+        assert owners is not None, "prepared before all else"
+        # A copy: the caller may write to its array afterwards, or may have made it read-only.
+        known = np.array(self._references[request_id][: owners.references.shape[1]], np.int32)
+        key = blake2b(f"{self._seed}\0{request_id}".encode(), digest_size=8).digest()
+        owners.references[slot, : len(known)] = owners.device.upload(known)
+        owners.keys[slot] = owners.device.upload(np.frombuffer(key, "<i4").astype(np.int32))
+        owners.lengths[slot] = len(known)
+        owners.num_proposals[slot] = 0
 
-    def propose(self, row: int, token_ids: Int32, num_drafts: int) -> Int32:
-        """The reference's next tokens, some replaced; empty beyond its end."""
-        owner = self._owners[row]
-        number = owner.num_proposals
-        owner.num_proposals += 1
-        start = len(token_ids)
-        drafts = np.array(owner.reference[start : start + num_drafts], np.int32)
-        for k, token_id in enumerate(drafts.tolist()):
-            draft = owner.identity.copy()
-            draft.update(_DRAFT.pack(start + k, number))
-            bits, offset = _CHOICE.unpack(draft.digest())
-            # 53 bits fill a float exactly: a uniform number in [0, 1), so 0 and 1 are certain.
-            if (bits >> 11) * 2.0**-53 >= self._acceptance.probability(number, k):
-                drafts[k] = (token_id + 1 + offset % (self._vocab_size - 1)) % self._vocab_size
-        return drafts
+    def propose(self, asked: Asked) -> Drafts:
+        """The reference's next tokens, some replaced; nothing beyond its end."""
+        owners, slots, lengths = self._owners, asked.slots, asked.lengths
+        assert owners is not None, "prepared before all else"
+        numbers = owners.num_proposals.index_select(0, slots)
+        owners.num_proposals.index_copy_(0, slots, numbers + (asked.room > 0))
+        behind = torch.arange(asked.num_drafts, device=slots.device)
+        positions = lengths[:, None] + behind  # [n, num_drafts], as is what follows
+        inside = positions.clamp(max=owners.references.shape[1] - 1)
+        true = owners.references[slots[:, None], inside]
+        whether, which = self._hashes(owners.keys.index_select(0, slots), numbers, positions)
+        num_entries, num_columns = owners.limits.shape
+        entries = numbers // self._acceptance.length % num_entries
+        limits = owners.limits[entries[:, None], behind.clamp(max=num_columns - 1)]
+        other = (true + 1 + which % (self._vocab_size - 1)) % self._vocab_size
+        num_left = (owners.lengths.index_select(0, slots) - lengths).clamp_(min=0)
+        return Drafts(
+            torch.where(whether < limits, true, other), torch.minimum(asked.room, num_left)
+        )
+
+    def _hashes(self, keys: Tensor, numbers: Tensor, positions: Tensor) -> Tensor:
+        """int64 [2, n, num_drafts], 0 to 2^32 - 1: of keys [n, 2], numbers [n] and positions."""
+        counters = lowbias32_(positions.int() + numbers.int()[:, None] * _GOLDEN)
+        return unsigned(lowbias32_(keys.t()[:, :, None] ^ counters))
+
+
+def _limits(acceptance: Acceptance) -> Int64:
+    """[entries, positions]: probabilities as shares of all hashes; 0 and 1 are certain.
+
+    A hash h counts as the uniform number h / 2^32 and is below p if it is below ceil(p * 2^32).
+    """
+    num_columns = max(map(len, acceptance.entries))
+    probabilities = [
+        [acceptance.probability(entry * acceptance.length, k) for k in range(num_columns)]
+        for entry in range(len(acceptance.entries))
+    ]
+    return np.array([[math.ceil(p * _NUM_HASHES) for p in row] for row in probabilities], np.int64)

@@ -10,7 +10,9 @@ every layer. Three kinds of work come out of one plan:
              section 3.1; the same idea for prefixes: Hydragen, arXiv:2402.05099)
     alone    the other decodes, in padded batches; lengths in a batch differ by at most 2x
 
-A decode has one query, or some more that verify drafts; those of a batch have equally many.
+A decode has one query, or some more that verify drafts; those of a batch have equally many. Where a
+plan was made ahead of what is known, decodes may lie further back than it says: what is gathered
+has the plan's lengths, and the mask those that are true.
 
 Keys come out of the cache unrotated and are rotated here, at the position their table column gives
 them (see `deepinfer.cache_engine`). Rows are gathered head by head, so that every matrix product
@@ -39,6 +41,7 @@ from deepinfer.config import MAX_DRAFTS, ModelConfig
 from deepinfer.device.base import Device
 from deepinfer.models.rope import apply_rope, rope_table
 from deepinfer.plan import StepPlan
+from deepinfer.step_inputs import StepInputs
 
 Ints = NDArray[np.integer[Any]]
 
@@ -147,38 +150,54 @@ class PagedAttention:
     # -- once per step -------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def prepare(self, plan: StepPlan) -> AttentionPlan:
-        """Group the sequences of `plan` and put what the layers need on the device."""
+    def prepare(self, inputs: StepInputs) -> AttentionPlan:
+        """Group the sequences of a plan and put what the layers need on the device."""
+        plan = inputs.plan
         counts = plan.num_scheduled
         chunks = np.flatnonzero(counts > MAX_DECODE_QUERIES).tolist()
-        positions = self._device.upload(plan.positions)
+        slots, positions = self._places(inputs)
         step = AttentionPlan(
-            slots=self._device.upload(plan.slot_mapping),
+            slots=slots,
             rope=self._rope[positions][:, None],
-            chunks=[self._chunk(plan, seq) for seq in chunks],
+            chunks=[self._chunk(inputs, seq) for seq in chunks],
             alone=[],
             shared=[],
         )
         for num_queries in np.unique(counts[counts <= MAX_DECODE_QUERIES]).tolist():
-            self._add_decodes(step, plan, np.flatnonzero(counts == num_queries), num_queries)
+            self._add_decodes(step, inputs, np.flatnonzero(counts == num_queries), num_queries)
         return step
 
+    def _places(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Where the step's rows go, int64 [T], and their positions, int [T]."""
+        plan, device, size = inputs.plan, self._device, self._cache.block_size
+        if inputs.back is None:
+            return device.upload(plan.slot_mapping), device.upload(plan.positions)
+        seqs = np.arange(plan.num_seqs).repeat(plan.num_scheduled)
+        positions = inputs.really(plan.positions, seqs, device)
+        tables = device.upload(np.ascontiguousarray(plan.block_tables))
+        starts = device.upload(seqs * plan.block_tables.shape[1])
+        blocks = tables.flatten().index_select(0, starts + positions // size).long()
+        return blocks * size + positions % size, positions
+
     def _add_decodes(
-        self, step: AttentionPlan, plan: StepPlan, decoding: Ints, num_queries: int
+        self, step: AttentionPlan, inputs: StepInputs, decoding: Ints, num_queries: int
     ) -> None:
         """Group the sequences `decoding`, which have `num_queries` each."""
+        plan, before = inputs.plan, inputs.plan.context_lens[decoding] - num_queries
+        if inputs.back is not None and plan.ahead is not None:
+            before = before - plan.ahead.num_unsure[decoding]
         groups = shared_groups(
             plan.block_tables[decoding],
-            (plan.context_lens[decoding] - num_queries) // self._cache.block_size,
+            before // self._cache.block_size,
             max(self._min_shared_rows // self._cache.block_size, 1),
         )
         lonely = np.ones(len(decoding), bool)
         for members, _ in groups:
             lonely[members] = False
-        for seqs, rows in self._padded(plan, decoding[lonely], 0, num_queries):
+        for seqs, rows in self._padded(inputs, decoding[lonely], 0, num_queries):
             step.alone.append(Decodes(self._tokens(plan, seqs, num_queries), rows))
         for members, num_blocks in groups:
-            step.shared.append(self._shared(plan, decoding[members], num_blocks, num_queries))
+            step.shared.append(self._shared(inputs, decoding[members], num_blocks, num_queries))
 
     def _tokens(self, plan: StepPlan, seqs: Ints, num_queries: int) -> Tensor:
         """The places of all queries of `seqs`, int64 [n * num_queries]."""
@@ -186,10 +205,11 @@ class PagedAttention:
         tokens: Tensor = self._device.upload(places.ravel())
         return tokens
 
-    def _chunk(self, plan: StepPlan, seq: int) -> Chunk:
+    def _chunk(self, inputs: StepInputs, seq: int) -> Chunk:
+        plan = inputs.plan
         start, end = int(plan.query_start[seq]), int(plan.query_start[seq + 1])
         context = int(plan.context_lens[seq])
-        rows = self._rows(plan, np.array([seq], np.int32), 0, context)
+        rows = self._rows(inputs, np.array([seq], np.int32), 0, context)
         mask = None
         if end - start < context:
             keys = torch.arange(context, device=rows.index.device)
@@ -198,24 +218,24 @@ class PagedAttention:
         return Chunk(slice(start, end), rows, mask)
 
     def _shared(
-        self, plan: StepPlan, seqs: Ints, num_blocks: int, num_queries: int
+        self, inputs: StepInputs, seqs: Ints, num_blocks: int, num_queries: int
     ) -> SharedDecodes:
         length = num_blocks * self._cache.block_size
-        prefix = self._rows(plan, seqs[:1], 0, length, readers=seqs)
+        prefix = self._rows(inputs, seqs[:1], 0, length, readers=seqs)
         tails, ordered, begin = [], [], 0
-        for members, rows in self._padded(plan, seqs, num_blocks, num_queries):
+        for members, rows in self._padded(inputs, seqs, num_blocks, num_queries):
             tails.append((slice(begin, begin + len(members)), rows))
             ordered.append(members)
             begin += len(members)
-        tokens = self._tokens(plan, np.concatenate(ordered), num_queries)
+        tokens = self._tokens(inputs.plan, np.concatenate(ordered), num_queries)
         return SharedDecodes(tokens, prefix, tails)
 
     def _padded(
-        self, plan: StepPlan, seqs: Ints, first_block: int, num_queries: int
+        self, inputs: StepInputs, seqs: Ints, first_block: int, num_queries: int
     ) -> list[tuple[Ints, Rows]]:
         """Batches of sequences by length from `first_block` on, within 2x and the row budget."""
         batches = []
-        lengths = plan.context_lens[seqs] - first_block * self._cache.block_size
+        lengths = inputs.plan.context_lens[seqs] - first_block * self._cache.block_size
         order = np.argsort(-lengths, kind="stable")
         seqs, lengths = seqs[order], lengths[order]
         begin = 0
@@ -224,14 +244,14 @@ class PagedAttention:
             end = int(np.searchsorted(-lengths, -longest / 2, side="right"))
             end = min(end, begin + max(MAX_GATHER_ROWS // longest, 1))
             batch = seqs[begin:end]
-            rows = self._rows(plan, batch, first_block, longest, num_queries=num_queries)
+            rows = self._rows(inputs, batch, first_block, longest, num_queries=num_queries)
             batches.append((batch, rows))
             begin = end
         return batches
 
     def _rows(
         self,
-        plan: StepPlan,
+        inputs: StepInputs,
         seqs: Ints,
         first_block: int,
         length: int,
@@ -244,18 +264,20 @@ class PagedAttention:
         `readers` where others read the rows of `seqs` too. With `num_queries` the last of them
         sees all rows of its sequence, and each one before it one row less.
         """
-        size = self._cache.block_size
+        plan, size = inputs.plan, self._cache.block_size
         num_blocks = -(-length // size)
         begin = first_block * size
+        moved = inputs.back is not None and readers is None
         table = plan.block_tables[seqs, first_block : first_block + num_blocks]
         blocks = self._device.upload(np.ascontiguousarray(table)).long()
         offsets = torch.arange(size, device=blocks.device)
         slots = (blocks[:, :, None] * size + offsets).flatten(1)[:, :length]
         mask = None
         valid = plan.context_lens[seqs] - begin
-        if num_queries > 1 or (valid < length).any():
+        if moved or num_queries > 1 or (valid < length).any():
             visible = valid[:, None] - np.arange(num_queries)[::-1]
-            lengths = self._device.upload(visible.astype(np.int32))
+            of = np.broadcast_to(seqs[:, None], visible.shape)
+            lengths = inputs.really(visible, of, self._device)
             within = torch.arange(length, device=blocks.device) < lengths[:, :, None]
             slots = slots.masked_fill(~within[:, -1], 0)
             if num_queries > 1:

@@ -3,7 +3,7 @@
 The row of position p holds one number for the tokens 0 ... p, as a KV row holds what the network
 made of them. A step writes its rows, reads every row of its context, and derives the next token
 from what it found there: a wrong row shows up as a count, and as a wrong answer, as it would with a
-network. Implements `worker.Runner`. No torch.
+network. Implements `worker.Runner`; it knows plans alone, as they run.
 
 Where requests have state, a slot is the smallest ring there can be: of the last positions written
 it holds the number of each prefix. A step goes on from the number before its first token, token by
@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import torch
 
-from deepinfer.plan import Float32, Int32, StepPlan
-from deepinfer.worker import StepReadback
+from deepinfer.plan import Int32, StepPlan
+from deepinfer.step_inputs import Sampled, StepInputs
 
 EMPTY = 0  # what a row holds that was never written; no tokens have this number
 _MASK = (1 << 61) - 1
@@ -51,28 +52,6 @@ def next_token(rows: Sequence[int], vocab_size: int) -> int:
     return (mixed ^ (mixed >> 29)) % vocab_size
 
 
-class _OnHost:
-    """Sampled tokens, or those that are to be said instead. Implements `base.Readback`."""
-
-    def __init__(self, runner: TokenRunner, token_ids: Int32) -> None:
-        self._runner = runner
-        self._token_ids = token_ids
-
-    def numpy(self) -> Int32:
-        said = self._runner.to_say
-        return self._token_ids if said is None else said
-
-
-class _Zeros:
-    """Log-probabilities of a model that has none. Implements `base.Readback`."""
-
-    def __init__(self, count: int) -> None:
-        self._values = np.zeros(count, np.float32)
-
-    def numpy(self) -> Float32:
-        return self._values
-
-
 class TokenRunner:
     """A pool of rows, and steps over them.
 
@@ -85,7 +64,6 @@ class TokenRunner:
         states: what each state slot holds, [num_states][max_rewind + 1], position p at p % length.
         wrong_rows: rows, and rows of states, that a step read and that did not hold what belongs
             there.
-        to_say: tokens to answer with instead of the derived ones, int32 [M]; None = derived.
     """
 
     def __init__(
@@ -99,7 +77,6 @@ class TokenRunner:
         self.rows = [EMPTY] * (num_blocks * block_size)
         self.states = [[EMPTY] * (max_rewind + 1) for _ in range(num_states)]
         self.wrong_rows = 0
-        self.to_say: Int32 | None = None
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._truth: dict[int, dict[int, list[int]]] = {}  # by step
@@ -135,8 +112,10 @@ class TokenRunner:
         for (_, target), content in zip(pairs.tolist(), contents, strict=True):
             self.states[target] = content
 
-    def forward(self, plan: StepPlan) -> StepReadback:
+    def forward(self, inputs: StepInputs) -> Sampled:
         """Inside submitted work: see `worker.Runner`."""
+        plan = inputs.plan
+        assert inputs.back is None, "the plan says where its sequences are"
         rows, expected = self.rows, self._expected(plan)
         slots, starts = plan.slot_mapping.tolist(), plan.query_start.tolist()
         token_ids = plan.token_ids.tolist()
@@ -161,8 +140,8 @@ class TokenRunner:
                 context.append(states[token])
             tokens.append(next_token(context, self._vocab_size))
         if not tokens:
-            return StepReadback()
-        return StepReadback(_OnHost(self, np.array(tokens, np.int32)), _Zeros(len(tokens)))
+            return Sampled()
+        return Sampled(torch.tensor(tokens, dtype=torch.int32), torch.zeros(len(tokens)))
 
     def _expected(self, plan: StepPlan) -> list[list[int]]:
         """The rows of each sequence's context: the true ones, and what follows from its drafts."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -35,11 +35,12 @@ from deepinfer.engine import LLMEngine
 from deepinfer.errors import OwnershipError
 from deepinfer.observer import Observer
 from deepinfer.outputs import RequestOutput, StepOutput
-from deepinfer.plan import Int32, StepPlan
+from deepinfer.plan import Int32, StepPlan, StepResult
 from deepinfer.release import Fence, ReleaseQueue
 from deepinfer.runners import state_pool
 from deepinfer.scheduler import Scheduler
 from deepinfer.sequence import SamplingParams
+from deepinfer.step_account import SubmittedStep
 from deepinfer.testing.model import VOCAB_SIZE, model_of, right_answer
 from deepinfer.testing.tokens import EMPTY, TokenRows, TokenRunner, extend, prefixes
 from deepinfer.testing.transfers import Transfers
@@ -79,6 +80,10 @@ class _Engine(LLMEngine):
         plan = super()._plan()
         self.world.planned(plan)
         return plan
+
+    def _result(self, step: SubmittedStep) -> StepResult:
+        result, said = super()._result(step), self.world.said
+        return result if said is None else replace(result, token_ids=said)
 
 
 class World:
@@ -132,6 +137,7 @@ class World:
         self.limits: dict[str, int] = {}  # tokens at which a request ends by length
         self.in_flight: deque[Flight] = deque()
         self.problems: list[str] = []
+        self.said: Int32 | None = None  # instead of what the step to be collected has sampled
         self.num_actions = 0
         # What the rows of a live request hold; where plans look ahead, up to its end by length.
         self._truth: dict[str, list[int]] = {}
@@ -267,9 +273,9 @@ class World:
         """
         self.num_actions += 1
         assert sampled is None or not self.scheduler.looks_ahead, "nobody tells the device"
-        self.runner.to_say = None if sampled is None else np.array(sampled, np.int32)
+        self.said = None if sampled is None else np.array(sampled, np.int32)
         output = self.engine.collect()
-        self.runner.to_say = None
+        self.said = None
         self._follow(self.in_flight.popleft(), output)
         return output
 

@@ -158,18 +158,24 @@ def test_gaps_within_a_delivery_are_gaps_of_tokens_alone(synthetic):
 
 
 def test_drafts_and_blocks_given_back_are_those_of_a_round(synthetic):
-    """13 proposed, 6 accepted: 7 rows thrown away; what a file does not count has no figure."""
-    counters = {"num_drafts_proposed": 13, "num_drafts_accepted": 6, "num_blocks_shrunk": 3}
+    """15 rows for 13 drafts, of which 6 are accepted: 9 rows thrown away; what a file does not
+    count has no figure."""
+    counters = {
+        "num_draft_rows": 15,
+        "num_drafts_proposed": 13,
+        "num_drafts_accepted": 6,
+        "num_blocks_shrunk": 3,
+    }
     run = synthetic()
     run.round(run.cell(), counters=counters)
     metrics = only_cell(run.end())
     assert (metrics.drafts_proposed.value, metrics.drafts_accepted.value) == (13, 6)
-    assert (metrics.draft_rows_rejected.value, metrics.blocks_shrunk.value) == (7, 3)
+    assert (metrics.draft_rows_rejected.value, metrics.blocks_shrunk.value) == (9, 3)
     older = synthetic("older")
     older.round(older.cell())
     metrics = only_cell(older.end())
     assert metrics.blocks_shrunk.reason == "no round counted num_blocks_shrunk"
-    assert metrics.draft_rows_rejected.reason == "no round counted num_drafts_proposed"
+    assert metrics.draft_rows_rejected.reason == "no round counted num_draft_rows"
 
 
 def test_counters_are_medians_of_rounds_and_the_peak_is_the_largest(synthetic):

@@ -15,6 +15,7 @@ import pytest
 from deepinfer.block_manager import Verdict
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.drafters.acceptance import parse_acceptance
+from deepinfer.drafters.base import Drafts
 from deepinfer.engine import LLMEngine
 from deepinfer.names import RELEASE_POLICIES
 from deepinfer.prefix_cache import CachingBlockManager, block_keys, chain
@@ -173,13 +174,14 @@ def test_r39_rejected_text_is_not_found(accepted, num_rows, num_found):
         """A drafter that remembers what it said."""
 
         def __init__(self, drafter):
-            self.start = drafter.start
+            self.prepare, self.start = drafter.prepare, drafter.start
             self._drafter = drafter
 
-        def propose(self, slot, token_ids, num_drafts):
-            drafts = self._drafter.propose(slot, token_ids, num_drafts)
-            proposed.append((token_ids.copy(), drafts.copy()))
-            return drafts
+        def propose(self, asked):
+            drafts, counts = self._drafter.propose(asked)
+            known = asked.tokens[asked.slots[0], : asked.lengths[0]]
+            proposed.append((known.numpy().copy(), drafts[0, : counts[0]].numpy().copy()))
+            return Drafts(drafts, counts)
 
     config = replace(REUSE, drafts=3)
     with Stage("qwen3", config, parse_acceptance(accepted), wrap=Watched) as s:

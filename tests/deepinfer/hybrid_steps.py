@@ -12,11 +12,12 @@ from torch import Tensor
 
 from deepinfer.config import EngineConfig
 from deepinfer.device.base import Device
+from deepinfer.drafters.base import Asked
 from deepinfer.hybrid_runner import HybridRunner
 from deepinfer.models.hybrid.geometry import OPEN, OPEN_INDEX
 from deepinfer.models.hybrid.layer_plan import HybridConfig
 from deepinfer.models.hybrid.weights import HybridWeights
-from tests.deepinfer.step_plans import Run, step_plan
+from tests.deepinfer.step_plans import Run, as_planned, step_plan
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Steps:
 
         self.runner.network.recorder = record
         logits, wrong_rows = self.device.run(
-            lambda: self.runner.logits(plan, np.arange(len(owners)))
+            lambda: self.runner.logits(as_planned(plan), np.arange(len(owners)))
         )
         self.wrong_rows += wrong_rows().count
         for owner, row in zip(owners, logits, strict=True):
@@ -129,6 +130,16 @@ class Steps:
             if pairs:
                 array = np.array(pairs, np.int32)
                 self.device.run(lambda copy=copy, array=array: copy(array))
+
+
+def asked_behind(newest: Sequence[tuple[int, int, int]], num_drafts: int) -> Asked:
+    """As many drafts of all, behind (state slot, token, its position) of each."""
+    states, token_ids, positions = torch.tensor(newest).unbind(1)
+    num, longest = len(newest), int(positions.max()) + 1
+    tokens = torch.full((num, longest), -1, dtype=torch.int32)
+    tokens[torch.arange(num), positions] = token_ids.int()
+    room = torch.full((num,), num_drafts)
+    return Asked(torch.arange(num), tokens, positions + 1, room, states, num_drafts, longest)
 
 
 def chunked(total: int, size: int) -> list[int]:

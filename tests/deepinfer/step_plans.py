@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from deepinfer.cache_engine import KVCache
 from deepinfer.config import EngineConfig, ModelConfig
@@ -13,6 +14,7 @@ from deepinfer.device.base import Device
 from deepinfer.model_runner import ModelRunner
 from deepinfer.models.weights import Qwen3Weights
 from deepinfer.plan import StepPlan
+from deepinfer.step_inputs import StepInputs
 from deepinfer.worker import Worker
 
 TINY = ModelConfig(
@@ -91,6 +93,11 @@ def step_plan(
         state_ids=np.array([run.state for run in runs if run.state], np.int32),
         state_copies=np.array(state_copies, np.int32).reshape(-1, 2),
     )
+
+
+def as_planned(plan: StepPlan) -> StepInputs:
+    """What runs where nothing is left open."""
+    return StepInputs(plan, torch.from_numpy(plan.token_ids))
 
 
 def model_worker(

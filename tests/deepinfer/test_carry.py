@@ -1,4 +1,4 @@
-"""What steps hand on: open plans become true, drafts are verified, requests end on the device."""
+"""What steps hand on: plans are moved, drafts are verified, all of it on the device."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
+import torch
 
-from deepinfer.carry import Accepted, Carry, Resolved
+from deepinfer.carry import Carry, make_carry
 from deepinfer.checks.prefix_tags import go_on
-from deepinfer.plan import PLACEHOLDER, LookAhead, SlotStart, StepPlan
+from deepinfer.config import EngineConfig
+from deepinfer.device.cpu import SteppedCpuDevice
+from deepinfer.drafters.base import Asked, Drafts
+from deepinfer.drafters.ngram import NgramDrafter
+from deepinfer.plan import PLACEHOLDER, LookAhead, SlotStart, StepPlan, StepResult
+from deepinfer.planning import behind_drafts
 from tests.deepinfer.step_plans import Run, step_plan
 
 SIZE = 4
-NOWHERE = -1
 
 
 def ids(*values):
@@ -34,6 +39,7 @@ class Planned:
     temperature: float = 0.0
     seed: int = 0
     state: int = 0
+    unsure: int = 0  # how much further back it may be
 
 
 def plan_of(
@@ -55,18 +61,28 @@ def plan_of(
         is_open=plan.context_lens > known,
         num_known=known,
         num_drafts=drafts,
-        num_unsure=np.zeros_like(known),
+        num_unsure=ids(*(seq.unsure for seq in sequences)),
         num_pending=np.where([seq.sampled for seq in sequences], 1 + drafts, 0).astype(np.int32),
         starts=starts,
         tag_sums=np.zeros(len(sequences), np.uint64) if tags else None,
+    )
+    behind, sample_seq = behind_drafts(drafts, plan.sample_seq)
+    each = np.searchsorted(plan.sample_seq, sample_seq)
+    plan = replace(
+        plan,
+        sample_seq=sample_seq,
+        sample_tokens=plan.sample_tokens[each] - behind,
+        sample_positions=plan.sample_positions[each] - behind,
+        temperature=plan.temperature[each],
+        seeds=plan.seeds[each],
     )
     wide = np.zeros((len(sequences), int(plan.context_lens.max())), np.int64)
     return replace(plan, ahead=ahead, tags=wide if tags else None)
 
 
-def start(slot: int, *tokens: int, prompt: int | None = None, last: int = 30, stop: int = NOWHERE):
+def start(slot: int, *tokens: int, prompt: int | None = None, last: int = 30) -> SlotStart:
     prompt = len(tokens) if prompt is None else prompt
-    return SlotStart(slot, f"of slot {slot}", ids(*tokens), prompt, last, stop)
+    return SlotStart(slot, f"of slot {slot}", ids(*tokens), prompt, last)
 
 
 @dataclass
@@ -77,23 +93,42 @@ class Scripted:
     asked: list[tuple[int, list[int], int]] = field(default_factory=list)
     started: list[tuple[int, str, int]] = field(default_factory=list)
 
-    def start(self, row, request_id, num_prompt_tokens):
-        self.started.append((row, request_id, num_prompt_tokens))
+    def prepare(self, device, num_slots, max_model_len):
+        pass
 
-    def propose(self, row, token_ids, num_drafts):
-        self.asked.append((row, token_ids.tolist(), num_drafts))
-        return ids(*self.proposals.get(row, []))
+    def start(self, slot, request_id, num_prompt_tokens):
+        self.started.append((slot, request_id, num_prompt_tokens))
+
+    def propose(self, asked: Asked) -> Drafts:
+        drafts, counts = [], []
+        columns = asked.slots.tolist(), asked.lengths.tolist(), asked.room.tolist()
+        for slot, length, room in zip(*columns, strict=True):
+            assert length <= asked.longest
+            if room:
+                self.asked.append((slot, asked.tokens[slot, :length].tolist(), room))
+            proposal = self.proposals.get(slot, [])
+            counts.append(min(room, len(proposal)))
+            drafts.append((proposal + [0] * asked.num_drafts)[: asked.num_drafts])
+        return Drafts(torch.tensor(drafts), torch.tensor(counts))
 
 
-def carry_with(drafter: Scripted | None = None, num_drafts: int = 3) -> Carry:
-    return Carry(4, 40, SIZE, drafter, num_drafts)
+def carry_with(drafter: Scripted | None = None, num_drafts: int = 3, **how: bool) -> Carry:
+    return Carry(4, 40, SIZE, SteppedCpuDevice(), drafter, num_drafts, **(how or {"told": True}))
 
 
-def run(carry: Carry, plan: StepPlan, *sampled: int) -> tuple[Resolved, Accepted]:
-    """Resolve a plan, sample these tokens, accept."""
-    resolved = carry.resolve(plan)
-    accepted = carry.accept(plan, resolved, ids(*sampled))
-    return resolved, accepted(np.arange(len(sampled), dtype=np.float32))
+def resolve(carry: Carry, plan: StepPlan) -> StepPlan:
+    """The plan as it runs."""
+    ran = carry.ran(carry.put_in(plan))
+    assert ran is not None
+    return ran()
+
+
+def run(carry: Carry, plan: StepPlan, *sampled: int) -> tuple[StepPlan, StepResult]:
+    """Put in, sample these tokens, accept: the plan as it ran, and the result."""
+    runs = resolve(carry, plan)
+    tokens = ids(*sampled)
+    accepted = carry.accept(plan, torch.from_numpy(tokens) if len(tokens) else None)
+    return runs, accepted(StepResult(plan.step, tokens, np.arange(len(tokens), dtype=np.float32)))
 
 
 def begin(carry: Carry, slot: int, *tokens: int, then: int, **keys: int) -> None:
@@ -102,48 +137,83 @@ def begin(carry: Carry, slot: int, *tokens: int, then: int, **keys: int) -> None
     run(carry, plan_of(first, starts=(start(slot, *tokens, **keys),)), then)
 
 
+@pytest.fixture(params=[{"told": True}, {"exact": True}], ids=["told", "exact"])
+def how(request) -> dict[str, bool]:
+    """The host learns of a plan once it has run, or before."""
+    return request.param
+
+
 # -- before a step ---------------------------------------------------------------------------------
 
 
 def test_a_plan_that_leaves_nothing_open_runs_as_it_was_made():
     """The same object: a prompt, a chunk, a decode whose token is known."""
     plan = plan_of(Planned(1, 3, 0, tokens=(5, 6, 7), scheduled=3), starts=(start(1, 5, 6, 7),))
-    resolved = carry_with().resolve(plan)
-    assert resolved.plan is plan
-    assert (resolved.kept.tolist(), resolved.num_drafts.tolist()) == ([True], [0])
+    inputs = carry_with().put_in(plan)
+    assert inputs.plan is plan
+    assert inputs.back is None
+    assert inputs.token_ids.tolist() == [5, 6, 7]
 
 
-def test_what_was_sampled_takes_the_place_of_a_placeholder():
+def test_what_was_sampled_takes_the_place_of_a_placeholder(how):
     """Token, position, slot and length of a decode planned before its token was known."""
-    carry = carry_with()
+    carry = carry_with(**how)
     begin(carry, 1, 5, 6, 7, then=8)
     plan = plan_of(Planned(1, 3, 3, temperature=0.5, seed=9))
     assert plan.token_ids.tolist() == [PLACEHOLDER]
-    run_as = carry.resolve(plan).plan
-    assert run_as is not None
+    run_as = resolve(carry, plan)
     assert (run_as.token_ids.tolist(), run_as.positions.tolist()) == ([8], [3])
     assert (run_as.context_lens.tolist(), run_as.slot_mapping.tolist()) == ([4], [1 * SIZE + 3])
     assert run_as.sample_positions.tolist() == [4]
     assert (run_as.temperature.tolist(), run_as.seeds.tolist()) == ([0.5], [9])
+    assert plan.token_ids.tolist() == [PLACEHOLDER]  # as it was made
 
 
-def test_rejected_drafts_move_the_next_plan_back():
-    """Planned for 12 to 15 with all drafts accepted; 11 tokens are true, and two drafts wait."""
+def test_where_nothing_may_have_been_rejected_nothing_moves():
+    """Whoever lays out the step needs no device to know where it is."""
+    carry = carry_with(Scripted({1: [20, 21]}))
+    begin(carry, 1, 5, 6, 7, then=8)
+    assert carry.put_in(plan_of(Planned(1, 4, 3, drafts=2))).back is None
+
+
+def test_rejected_drafts_move_the_next_plan_back(how):
+    """Planned for 12 to 15 with all drafts accepted; 11 tokens are true, and two drafts wait.
+
+    The fourth row has no draft of its own: it is computed for nothing.
+    """
     drafter = Scripted({1: [20, 21, 22]})
-    carry = carry_with(drafter)
+    carry = carry_with(drafter, **how)
     begin(carry, 1, *range(8), then=8)
     drafter.proposals[1] = [7, 9]
     run(carry, plan_of(Planned(1, 9, 8, drafts=3)), 20, 4, 5, 6)  # two of three are wrong
-    run_as = carry.resolve(plan_of(Planned(1, 9, 12, drafts=3))).plan
-    assert run_as is not None
-    assert run_as.positions.tolist() == [10, 11, 12]
-    assert run_as.token_ids.tolist() == [4, 7, 9]
-    assert run_as.slot_mapping.tolist() == [3 * SIZE + 2, 3 * SIZE + 3, 4 * SIZE]
-    assert run_as.context_lens.tolist() == [13]
-    assert run_as.query_start.tolist() == [0, 3]
-    assert run_as.sample_tokens.tolist() == [0, 1, 2]
-    assert run_as.sample_seq.tolist() == [0, 0, 0]
-    assert run_as.sample_positions.tolist() == [11, 12, 13]
+    plan = plan_of(Planned(1, 9, 12, drafts=3, unsure=3))
+    run_as = resolve(carry, plan)
+    assert run_as.positions.tolist() == [10, 11, 12, 13]
+    assert run_as.token_ids[:3].tolist() == [4, 7, 9]
+    assert run_as.token_ids[3] >= 0
+    assert run_as.slot_mapping.tolist() == [3 * SIZE + 2, 3 * SIZE + 3, 4 * SIZE, 4 * SIZE + 1]
+    assert run_as.context_lens.tolist() == [14]
+    assert run_as.query_start.tolist() == [0, 4]
+    assert run_as.sample_tokens.tolist() == [0, 1, 2, 3]
+    assert run_as.sample_positions.tolist() == [11, 12, 13, 14]
+
+
+def test_the_device_is_told_how_far_back_it_is():
+    """Of three sequences the first is two positions back, the second none, the third is known."""
+    drafter = Scripted({1: [20, 21, 22], 2: [20, 21, 22]})
+    carry = carry_with(drafter)
+    begin(carry, 1, 5, 6, 7, then=8)
+    begin(carry, 2, 5, 6, 7, then=8)
+    both = Planned(1, 4, 3, drafts=3), Planned(2, 4, 3, drafts=3)
+    run(carry, plan_of(*both), 20, 9, 9, 9, 20, 21, 22, 9)
+    chunk = Planned(3, 9, 2, sampled=False, tokens=tuple(range(30, 39)), scheduled=4)
+    planned = Planned(1, 4, 7, drafts=1, unsure=3), Planned(2, 4, 7, unsure=3), chunk
+    plan = plan_of(*planned, starts=(start(3, *range(30, 39)),))
+    inputs = carry.put_in(plan)
+    assert inputs.plan is plan
+    assert inputs.back is not None
+    assert inputs.back.tolist() == [2, 0, 0]
+    assert inputs.token_ids.tolist() == [9, 20, 9, 32, 33, 34, 35]
 
 
 def test_no_more_drafts_run_than_were_planned_for():
@@ -151,68 +221,23 @@ def test_no_more_drafts_run_than_were_planned_for():
     drafter = Scripted({1: [20, 21, 22]})
     carry = carry_with(drafter)
     begin(carry, 1, 5, 6, 7, then=8)
-    resolved = carry.resolve(plan_of(Planned(1, 4, 3, drafts=1)))
-    assert resolved.plan is not None
-    assert resolved.plan.token_ids.tolist() == [8, 20]
-    assert resolved.num_drafts.tolist() == [1]
-
-
-def test_settings_states_and_tables_stay_with_their_sequences():
-    """Of three the middle one has ended: the others keep seed, temperature, state and blocks."""
-    carry = carry_with()
-    for slot, last in ((1, 30), (2, 4), (3, 30)):
-        begin(carry, slot, 5, 6, 7, then=10 + slot, last=last)
-    planned = [
-        Planned(slot, 3, 3, temperature=slot / 4, seed=slot, state=slot + 4) for slot in (1, 2, 3)
-    ]
-    resolved = carry.resolve(plan_of(*planned))
-    run_as = resolved.plan
-    assert run_as is not None
-    assert resolved.kept.tolist() == [True, False, True]
-    assert run_as.rows.tolist() == [0, 2]
-    assert run_as.token_ids.tolist() == [11, 13]
-    assert (run_as.temperature.tolist(), run_as.seeds.tolist()) == ([0.25, 0.75], [1, 3])
-    assert run_as.state_ids.tolist() == [5, 7]
-    assert run_as.block_tables[:, 0].tolist() == [1, 21]
-    assert run_as.sample_seq.tolist() == [0, 1]
-
-
-def test_a_chunk_beside_an_open_decode_stays_as_planned():
-    """Only the first is moved; the chunk neither samples nor changes its positions."""
-    carry = carry_with()
-    begin(carry, 1, 5, 6, 7, then=8)
-    chunk = Planned(2, 9, 2, sampled=False, tokens=tuple(range(30, 39)), scheduled=4)
-    plan = plan_of(Planned(1, 3, 3), chunk, starts=(start(2, *range(30, 39)),))
-    run_as = carry.resolve(plan).plan
-    assert run_as is not None
-    assert run_as.token_ids.tolist() == [8, 32, 33, 34, 35]
-    assert run_as.positions.tolist() == [3, 2, 3, 4, 5]
-    assert run_as.slot_mapping[1:].tolist() == plan.slot_mapping[1:].tolist()
-    assert run_as.sample_seq.tolist() == [0]
-
-
-def test_a_plan_whose_requests_have_all_ended_does_not_run():
-    """There is no plan then, and no sequence gets a token."""
-    carry = carry_with()
-    begin(carry, 1, 5, 6, 7, then=8, last=4)
-    plan = plan_of(Planned(1, 3, 3, drafts=2))
-    resolved, accepted = run(carry, plan)
-    assert resolved.plan is None
-    assert len(accepted.token_ids) == len(accepted.logprobs) == 0
-    found = accepted.ahead
-    assert [found.num_new.tolist(), found.num_verified.tolist()] == [[0], [0]]
+    runs, result = run(carry, plan_of(Planned(1, 4, 3, drafts=1)), 20, 21)
+    assert runs.token_ids.tolist() == [8, 20]
+    assert result.ahead.num_verified.tolist() == [1]
+    assert result.token_ids.tolist() == [20, 21]
 
 
 def test_a_slot_that_changes_hands_keeps_nothing():
-    """The next request's tokens, limit and end are its own, and it has no draft."""
+    """The next request's tokens and limit are its own, and it has no draft."""
     drafter = Scripted({1: [20, 21]})
     carry = carry_with(drafter)
-    begin(carry, 1, 5, 6, 7, then=8, stop=8)  # ended
+    begin(carry, 1, 5, 6, 7, then=8, last=4)  # ended
     drafter.proposals = {}
     begin(carry, 1, 1, 2, then=3)
-    run_as = carry.resolve(plan_of(Planned(1, 2, 2, drafts=3))).plan
-    assert run_as is not None
-    assert (run_as.token_ids.tolist(), run_as.positions.tolist()) == ([3], [2])
+    runs, result = run(carry, plan_of(Planned(1, 2, 2, drafts=3)), 20, 0, 0, 0)
+    assert (runs.token_ids[0], runs.positions.tolist()) == (3, [2, 3, 4, 5])
+    assert result.ahead.num_verified.tolist() == [0]
+    assert result.token_ids.tolist() == [20]
     assert drafter.started == [(1, "of slot 1", 3), (1, "of slot 1", 2)]
 
 
@@ -222,21 +247,31 @@ def test_of_two_starts_of_a_slot_in_one_plan_the_later_counts():
     first, second = start(1, 5, 6, 7), start(1, 1, 2)
     plan = plan_of(Planned(1, 2, 0, tokens=(1, 2), scheduled=2), starts=(first, second))
     run(carry, plan, 3)
-    run_as = carry.resolve(plan_of(Planned(1, 2, 2))).plan
-    assert run_as is not None
-    assert run_as.token_ids.tolist() == [3]
+    assert resolve(carry, plan_of(Planned(1, 2, 2))).token_ids.tolist() == [3]
 
 
 def test_tags_go_on_behind_the_known_tokens():
     """As the host would have made them had it known the tokens; none behind the true length."""
     drafter = Scripted({1: [20, 21, 22]})
-    carry = carry_with(drafter)
+    carry = carry_with(drafter, exact=True)
     begin(carry, 1, 5, 6, 7, then=8)
-    run_as = carry.resolve(plan_of(Planned(1, 3, 3, drafts=3), tags=True)).plan
-    assert run_as is not None
+    run_as = resolve(carry, plan_of(Planned(1, 3, 3, drafts=3), tags=True))
     assert run_as.tags is not None
     assert run_as.tags[0, 3:].tolist() == go_on(np.uint64(0), 3, ids(8, 20, 21, 22)).tolist()
     assert run_as.tags.shape == (1, 7)
+
+
+def test_a_request_that_has_ended_by_its_length_stays_inside_its_plans():
+    """It has one token more than any plan counts on: its rows lie where the plan says."""
+    drafter = Scripted({1: [20, 21, 22]})
+    carry = carry_with(drafter)
+    begin(carry, 1, 5, 6, 7, then=8, last=6)
+    _, result = run(carry, plan_of(Planned(1, 4, 3, drafts=1)), 20, 9)
+    assert result.token_ids.tolist() == [20, 9]  # six tokens
+    runs, result = run(carry, plan_of(Planned(1, 4, 4, unsure=1)), 7)
+    assert runs.positions.tolist() == [4]
+    assert result.ahead.num_new.tolist() == [0]
+    assert len(result.token_ids) == len(result.logprobs) == 0
 
 
 # -- after it --------------------------------------------------------------------------------------
@@ -257,38 +292,27 @@ def test_the_longest_prefix_that_agrees_is_accepted_and_one_token_more(sampled, 
     drafter = Scripted({1: [20, 21, 22]})
     carry = carry_with(drafter)
     begin(carry, 1, 5, 6, 7, then=8)
-    resolved, accepted = run(carry, plan_of(Planned(1, 4, 3, drafts=3)), *sampled)
-    assert accepted.token_ids.tolist() == new
-    assert accepted.logprobs.tolist() == list(range(len(new)))
-    assert accepted.ahead.num_new.tolist() == [len(new)]
-    assert accepted.ahead.num_verified.tolist() == resolved.num_drafts.tolist() == [3]
+    _, result = run(carry, plan_of(Planned(1, 4, 3, drafts=3)), *sampled)
+    assert result.token_ids.tolist() == new
+    assert result.logprobs.tolist() == list(range(len(new)))
+    assert result.ahead.num_new.tolist() == [len(new)]
+    assert result.ahead.num_verified.tolist() == [3]
     assert drafter.asked[-1][1] == [5, 6, 7, 8, *new]
 
 
-@pytest.mark.parametrize(("stop", "new"), [(20, [20]), (21, [20, 21]), (22, [20, 21, 22]), (9, 4)])
-def test_a_stop_token_cuts_what_is_accepted_behind_it(stop, new):
-    """The request has ended then: it is asked for no draft, and its next plan leaves it out."""
-    drafter = Scripted({1: [20, 21, 22]})
+def test_rows_without_a_draft_are_never_accepted():
+    """Two of three drafts are there: what is sampled behind them is not compared with anything."""
+    drafter = Scripted({1: [20, 21]})
     carry = carry_with(drafter)
-    begin(carry, 1, 5, 6, 7, then=8, stop=stop)
-    _, accepted = run(carry, plan_of(Planned(1, 4, 3, drafts=3)), 20, 21, 22, 9)
-    assert accepted.token_ids.tolist() == (new if isinstance(new, list) else [20, 21, 22, 9])
-    assert accepted.ahead.num_proposed.tolist() == [0]
-    assert len(drafter.asked) == 1
-    assert carry.resolve(plan_of(Planned(1, 4, 7))).plan is None
+    begin(carry, 1, 5, 6, 7, then=8)
+    plan = plan_of(Planned(1, 4, 3, drafts=3))
+    stray = int(carry.put_in(plan).token_ids[3])
+    _, result = run(carry, plan, 20, 21, stray, stray)
+    assert result.token_ids.tolist() == [20, 21, stray]
+    assert result.ahead.num_verified.tolist() == [2]
 
 
-def test_a_rejected_stop_token_ends_nobody():
-    """It was a draft and not a token."""
-    drafter = Scripted({1: [20, 21, 22]})
-    carry = carry_with(drafter)
-    begin(carry, 1, 5, 6, 7, then=8, stop=22)
-    _, accepted = run(carry, plan_of(Planned(1, 4, 3, drafts=3)), 20, 7, 22, 9)
-    assert accepted.token_ids.tolist() == [20, 7]
-    assert carry.resolve(plan_of(Planned(1, 4, 7))).plan is not None
-
-
-@pytest.mark.parametrize(("last", "room"), [(10, 3), (8, 3), (7, 2), (6, 1), (5, 0), (4, None)])
+@pytest.mark.parametrize(("last", "room"), [(10, 3), (8, 3), (7, 2), (6, 1), (5, 0), (4, 0)])
 def test_no_draft_lies_where_the_last_token_of_a_request_will_be(last, room):
     """Of four tokens: the last one is sampled and never computed, so nothing is drafted for it."""
     drafter = Scripted({1: [20, 21, 22]})
@@ -296,24 +320,71 @@ def test_no_draft_lies_where_the_last_token_of_a_request_will_be(last, room):
     plan = plan_of(
         Planned(1, 3, 0, tokens=(5, 6, 7), scheduled=3), starts=(start(1, 5, 6, 7, last=last),)
     )
-    _, accepted = run(carry, plan, 8)
+    _, result = run(carry, plan, 8)
     asked = [most for _, _, most in drafter.asked]
     assert asked == ([room] if room else [])
-    assert accepted.ahead.num_proposed.tolist() == [room or 0]
+    assert result.ahead.num_proposed.tolist() == [room]
 
 
-def test_several_sequences_get_their_own_tokens():
+def test_several_sequences_get_their_own_tokens(how):
     """One that samples with two drafts, one whose chunk does not, one that has ended, a decode."""
     drafter = Scripted({1: [20, 21], 3: []})
-    carry = carry_with(drafter)
+    carry = carry_with(drafter, **how)
     begin(carry, 1, 5, 6, 7, then=8)
     begin(carry, 2, 5, 6, 7, then=8, last=4)
     begin(carry, 3, 1, 2, then=3)
     chunk = Planned(0, 9, 0, sampled=False, tokens=tuple(range(9)), scheduled=4)
     plan = plan_of(Planned(1, 4, 3, drafts=2), chunk, Planned(2, 3, 3), Planned(3, 2, 2))
-    resolved, accepted = run(carry, plan, 20, 30, 31, 40)
-    assert resolved.kept.tolist() == [True, True, False, True]
-    assert accepted.token_ids.tolist() == [20, 30, 40]
-    assert accepted.logprobs.tolist() == [0, 1, 3]
-    assert accepted.ahead.num_new.tolist() == [2, 0, 0, 1]
-    assert accepted.ahead.num_verified.tolist() == [2, 0, 0, 0]
+    _, result = run(carry, plan, 20, 30, 31, 50, 40)
+    assert result.token_ids.tolist() == [20, 30, 40]
+    assert result.logprobs.tolist() == [0, 1, 4]
+    assert result.ahead.num_new.tolist() == [2, 0, 0, 1]
+    assert result.ahead.num_verified.tolist() == [2, 0, 0, 0]
+    assert resolve(carry, plan_of(Planned(1, 6, 5), Planned(3, 3, 3))).token_ids.tolist() == [
+        30,
+        40,
+    ]
+
+
+def test_without_a_drafter_each_sequence_that_samples_gets_one_token():
+    """Known without asking: the next step goes on from it."""
+    carry = carry_with()
+    begin(carry, 1, 5, 6, 7, then=8)
+    for number in range(3):
+        runs, result = run(carry, plan_of(Planned(1, 3, 3 + number)), 20 + number)
+        assert result.ahead.num_new.tolist() == [1]
+        assert runs.token_ids.tolist() == [8 if not number else 19 + number]
+
+
+def test_a_plan_that_samples_nothing_brings_nothing():
+    """A chunk of a prompt."""
+    chunk = Planned(1, 9, 0, sampled=False, tokens=tuple(range(9)), scheduled=4)
+    _, result = run(carry_with(Scripted()), plan_of(chunk, starts=(start(1, *range(9)),)))
+    assert result.ahead.num_new.tolist() == [0]
+
+
+# -- who has one -----------------------------------------------------------------------------------
+
+CONFIG = EngineConfig(block_size=4, num_blocks=9, max_num_seqs=2, max_model_len=32)
+
+
+def test_nobody_hands_on_what_complete_plans_do_not_need():
+    """Without draft slots there is no carry; without drafts nobody proposes."""
+    device = SteppedCpuDevice()
+    assert make_carry(CONFIG, 0, device, None, exact=False, told=False) is None
+    carry = make_carry(
+        replace(CONFIG, overlap="on"), 5, device, Scripted(), exact=False, told=False
+    )
+    assert carry is not None
+    assert carry._drafter is None
+    drafts = replace(CONFIG, drafts=2, drafter="ngram")
+    carry = make_carry(drafts, 5, device, None, exact=False, told=False)
+    assert carry is not None
+    assert isinstance(carry._drafter, NgramDrafter)
+
+
+def test_what_nobody_asks_for_is_not_read():
+    """Neither told nor exact: there is no plan as it ran."""
+    carry = Carry(4, 40, SIZE, SteppedCpuDevice())
+    plan = plan_of(Planned(1, 3, 0, tokens=(5, 6, 7), scheduled=3), starts=(start(1, 5, 6, 7),))
+    assert carry.ran(carry.put_in(plan)) is None

@@ -13,13 +13,13 @@ import torch
 from bench.dense.drafting import DenseDrafting
 from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.device.cpu import SteppedCpuDevice
+from deepinfer.drafters.base import Asked, Drafts
 from deepinfer.engine import LLMEngine
 from deepinfer.errors import UserError
 from deepinfer.hybrid_runner import HybridRunner
 from deepinfer.models.hybrid.layer_plan import HybridConfig, v4_config, v41_config
 from deepinfer.models.hybrid.loading import draw_weights
 from deepinfer.models.hybrid.weights import HybridWeights
-from deepinfer.plan import Int32
 from deepinfer.sequence import SamplingParams
 from tests.deepinfer.step_plans import TINY
 from tests.hybrid_configs import dspark, v4_raw, v41_raw
@@ -73,14 +73,16 @@ class Watched(HybridRunner):
 
     guesses: list[Guess]
 
-    def propose(
-        self, state_ids: Int32, token_ids: Int32, positions: Int32, num_drafts: int
-    ) -> Int32:
+    def propose(self, asked: Asked) -> Drafts:
         """As any runner."""
-        drafts = super().propose(state_ids, token_ids, positions, num_drafts)
-        for newest, position, row in zip(token_ids, positions, drafts, strict=True):
-            self.guesses.append(Guess(int(newest), int(position), tuple(row.tolist())))
-        return drafts
+        drafts, counts = super().propose(asked)
+        positions = asked.lengths - 1
+        newest = asked.tokens[asked.slots, positions]
+        columns = newest.tolist(), positions.tolist(), drafts.tolist(), asked.room.tolist()
+        for token, position, row, room in zip(*columns, strict=True):
+            if room:
+                self.guesses.append(Guess(token, position, tuple(row[:room])))
+        return Drafts(drafts, counts)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from deepinfer.lookahead import set_out
 from deepinfer.plan import AheadResult, StepResult
@@ -145,13 +146,39 @@ def test_what_is_still_in_flight_stays_counted():
 
 
 def test_rejected_drafts_count_for_how_far_the_state_was_written():
-    """Three drafts behind four computed rows wrote up to 8; later steps do not take that back."""
+    """All rows planned were written, whether there was a draft or not; nothing takes that back."""
     seqs, (first, second) = in_flight(3, depth=2)
-    write_back(seqs, first, verified(first, [6], [1], [3], [0]))
+    write_back(seqs, first, verified(first, [6], [1], [2], [0]))
     assert seqs.num_written_tokens[0] == 8
     write_back(seqs, second, verified(second, [7], [1], [0], [0]))
-    assert (seqs.num_written_tokens[0], seqs.num_computed_tokens[0]) == (8, 6)
-    assert seqs.state_end(0) == 8
+    assert (seqs.num_written_tokens[0], seqs.num_computed_tokens[0]) == (9, 6)
+    assert seqs.state_end(0) == 9
+
+
+@pytest.mark.parametrize(("stop", "kept"), [(6, 1), (7, 2), (8, 3), (5, 3)])
+def test_what_the_device_accepted_behind_a_stop_token_is_dropped(stop, kept):
+    """It knows nothing of stop tokens. The sequence beside has one of its own."""
+    seqs, (plan,) = in_flight(3, 3, 0, stop=stop)
+    seqs.stop_token_ids[1] = 17
+    result = verified(plan, [6, 7, 8, stop, 17, 18, 26], [3, 3, 1], [3, 3, 0], [1, 2, 3])
+    commit = write_back(seqs, plan, result)
+    assert seqs.num_tokens[:3].tolist() == [5 + kept, 7, 6]
+    assert seqs.num_computed_tokens[:3].tolist() == [4 + kept, 6, 5]
+    assert seqs.token_ids[0, 5 : 5 + kept + 1].tolist() == [*[6, 7, 8][:kept], 0]
+    assert commit.token_ids.tolist() == [*[6, 7, 8][:kept], stop, 17, 26]
+    ended = [(seq.request_id, why) for seq, why in commit.finished]
+    assert ended == [("r0", "stop")] * (stop != 5) + [("r1", "stop")]
+    for counter in COUNTERS:
+        assert not getattr(seqs, counter).any(), counter
+
+
+def test_a_stop_token_of_a_sequence_that_got_nothing_ends_nobody():
+    """The first one has ended already; its neighbour's token is its own stop token."""
+    seqs, (plan,) = in_flight(3, 0, stop=16)
+    seqs.stop_token_ids[1] = 9
+    commit = write_back(seqs, plan, verified(plan, [16], [0, 1], [0, 0], [0, 0]))
+    assert [seq.request_id for seq in commit.sequences] == ["r1"]
+    assert commit.finished == []
 
 
 def test_a_sequence_that_ends_among_its_drafts_is_named_once():

@@ -12,7 +12,7 @@ from deepinfer.step_account import Counts, Reading, SubmittedStep, draft_counts
 
 def test_a_wait_is_in_no_phase():
     """Phases are differences of the host's clock without waits; the sum of waits stands alone."""
-    plan = SimpleNamespace(step=3, num_tokens=5, num_seqs=2, block_copies=[(1, 2)])
+    plan = SimpleNamespace(step=3, num_tokens=5, num_seqs=2, block_copies=[(1, 2)], ahead=None)
     flight = SimpleNamespace(device_ms=lambda: 0.5)
     readings = (Reading(100, 0), Reading(110, 0), Reading(150, 20), Reading(200, 65))
     counts = Counts(2, 1, 7, 3, 1, None, None)
@@ -28,13 +28,27 @@ def test_a_wait_is_in_no_phase():
 
 
 def test_drafts_are_counted_by_their_position():
-    """Three requests verify 3, 1 and no drafts and get 3, 1 and 1 tokens: 2, 0 and 0 accepted."""
+    """Three requests verify 3, 1 and no drafts and get 3, 1 and 1 tokens: 2, 0 and 0 accepted.
+
+    Three rows were planned for each.
+    """
     new, verified = np.array([3, 1, 1], np.int32), np.array([3, 1, 0], np.int32)
-    counts = draft_counts(AheadResult(new, verified, np.zeros(3, np.int32)))
-    assert counts == (2, (2, 1, 1), (1, 1, 0))
+    ahead = SimpleNamespace(num_drafts=np.array([3, 3, 3], np.int32))
+    counts = draft_counts(ahead, AheadResult(new, verified, np.zeros(3, np.int32)))
+    assert counts == (9, 2, (2, 1, 1), (1, 1, 0))
+
+
+def test_rows_planned_for_drafts_that_nobody_proposed_count_as_rows():
+    """They were computed, and there is no acceptance to speak of."""
+    zeros = np.zeros(2, np.int32)
+    ahead = SimpleNamespace(num_drafts=np.array([3, 2], np.int32))
+    counts = draft_counts(ahead, AheadResult(np.ones(2, np.int32), zeros, zeros))
+    assert counts == (5, 0, (), ())
 
 
 def test_a_step_without_drafts_counts_none():
-    """Nothing was verified: there is no acceptance to speak of, which is not one of 0."""
+    """Nothing was planned: there is no acceptance to speak of, which is not one of 0."""
     zeros = np.zeros(2, np.int32)
-    assert draft_counts(AheadResult(np.ones(2, np.int32), zeros, zeros)) is None
+    found = AheadResult(np.ones(2, np.int32), zeros, zeros)
+    assert draft_counts(SimpleNamespace(num_drafts=zeros), found) is None
+    assert draft_counts(None, None) is None

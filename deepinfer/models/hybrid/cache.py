@@ -139,7 +139,10 @@ class HybridCache:
     # -- paged rows ------------------------------------------------------------------------------
 
     def write_rows(self, kind: str, layer: int, rows: Tensor, x: Tensor) -> None:
-        """Store `x` [n, dim] at `rows`, int64 [n], distinct: block * rows_per_block + row."""
+        """Store `x` [n, dim] at `rows`, int64 [n], distinct: block * rows_per_block + row.
+
+        Of several for row 0, which is nobody's, any is stored.
+        """
         self._paged[kind, layer].index_copy_(0, rows, self._encode(kind, x))
 
     def read_rows(self, kind: str, layer: int, rows: Tensor) -> Tensor:

@@ -293,8 +293,8 @@ class Pool:
         return projected
 
     def pool(self, members: Tensor, missing: Tensor | None) -> Tensor:
-        """Rows [C, dim] of `members` [C * span, kv | gate], a series of each; `missing`: which of
-        these count for nothing."""
+        """Rows [C, dim] of `members` [C * span, kv | gate], a series of each; `missing`, bool
+        [C * span]: which of these count for nothing."""
         if self._plan.gated:
             members = self._weighted(members, missing)
         row: Tensor = self._norm(members.to(self._dtype))
@@ -304,8 +304,8 @@ class Pool:
         """Per channel, the mean of kv weighted by softmax(gate) over a group: [C, dim]."""
         if missing is not None:
             kv, gate = members.chunk(2, dim=-1)
-            gate.index_fill_(0, missing, -torch.inf)
-            kv.index_fill_(0, missing, 0)
+            gate.masked_fill_(missing[:, None], -torch.inf)
+            kv.masked_fill_(missing[:, None], 0)
         groups = members.view(-1, self._plan.ratio * self.num_series, members.shape[1])
         kv, gate = groups.chunk(2, dim=-1)
         row: Tensor = (kv * gate.softmax(1)).sum(1)

@@ -13,8 +13,11 @@ see of their windows:
 What a step's tokens need of earlier tokens (an open group's projections, ids of an n-gram) is a
 `Lookback`; what later steps will need of them is a `Kept`.
 
-Data only; `deepinfer.models.hybrid.layout_builder` makes it of a plan. Invariant: the indices of
-one `Kept`, and of one `Closing.rows`, are distinct.
+Data only; `deepinfer.models.hybrid.layout_builder` makes it of a plan. Where only the device knows
+where sequences are, sizes are the plan's, and what may or may not be there is masked.
+
+Invariant: the indices of one `Kept`, and of one `Closing.rows`, are distinct; but rows that do not
+close after all are all written to row 0, which is of block 0, so nobody's.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -43,10 +47,11 @@ class Lookback:
     Attributes:
         tokens: int64 [n], the step's token; of another step: any.
         old: int64 [k], which of the n an earlier step had, or None if none; they are in row
-            `old_rows` of state slot `old_slots`, int64 [k].
-        missing: int64 [m], which of the n lie before the start of their sequence; None if none.
+            `old_rows` of state slot `old_slots`, int64 [k]. Where the host does not know which,
+            bool [n], and of all n where they would be.
+        missing: bool [n], which of the n lie before the start of their sequence; None if none.
         old_seqs, old_positions: of the k, on the host's side: indices into the step's sequences,
-            and where in these.
+            and where in these; empty where it does not know.
         num_series: of each token's values.
     """
 
@@ -55,8 +60,8 @@ class Lookback:
     old_slots: Tensor | None
     old_rows: Tensor | None
     missing: Tensor | None
-    old_seqs: Ints
-    old_positions: Ints
+    old_seqs: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    old_positions: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     num_series: int = 1
 
     def gather(self, new: Tensor, kept: Tensor) -> Tensor:
@@ -68,10 +73,13 @@ class Lookback:
         """
         num = self.num_series
         found = new.view(len(new) * num, -1).index_select(0, self.tokens)
-        if self.old is not None:
-            kept = kept.view(len(kept), kept.shape[1] * num, -1)
-            found.index_copy_(0, self.old, kept[self.old_slots, self.old_rows].to(found.dtype))
-        return found
+        if self.old is None:
+            return found
+        kept = kept.view(len(kept), kept.shape[1] * num, -1)
+        earlier = kept[self.old_slots, self.old_rows].to(found.dtype)
+        if self.old.dtype == torch.bool:
+            return torch.where(self.old[:, None], earlier, found)
+        return found.index_copy_(0, self.old, earlier)
 
     def old_of(self, kept: Tensor) -> Tensor:
         """Of `kept` [num_slots, num_rows], one value per token, those of the k old ones."""
@@ -100,8 +108,11 @@ class Kept:
 class Closing:
     """The C compressed rows of one kind of compressor that the step makes.
 
+    Some of them may be of groups that do not close, where the host does not know: these are made of
+    any tokens.
+
     Attributes:
-        rows: int64 [C], where they go: block * rows_per_block + row.
+        rows: int64 [C], where they go: block * rows_per_block + row; 0 if they do not close.
         positions: int64 [C], of their rotation: the first token of each group.
         members: of C * span tokens; with overlap those of two groups, and one of the two series of
             each (`layers.Pool`). None if no row closes, or for ratio 1 without a gate, whose rows
@@ -122,7 +133,7 @@ class RowsOf:
     """What a tile sees of the compressed rows of one ratio.
 
     Attributes:
-        num_rows: L, the most that any query sees, > 0.
+        num_rows: L, no query sees more, > 0.
         blocks: int64 [n, b], the blocks that hold them, in order of rows.
         places: int64 [n, at least L], where each row is stored: block * rows_per_block + row.
         visible: int64 [n, q], rows each query sees.
@@ -194,7 +205,8 @@ class RingTags:
     Attributes:
         seqs: int64 [n], indices into the step's sequences.
         wanted: int64 [n, ring_len], the position each ring row must hold.
-        read: bool [n, ring_len], whether anybody reads it.
+        read: bool [n, ring_len], whether anybody reads it. Both empty where the host does not know
+            (`StepLayout.asked_tags`).
         before: read before this step's rows are written.
     """
 
@@ -227,6 +239,10 @@ class StepLayout:
 
     `ids`: of each token's own and the ones before it. `streams`: of the token before each of
     `window.tokens`. Both with what of the step's own is kept.
+
+    `found_tags`: int64 [n, ring_len] for each of `tags`, position + 1 of what the ring rows hold.
+    `asked_tags`: the same of the positions that are read, -1 where none is; empty where `tags` has
+    them.
     """
 
     token_ids: Tensor
@@ -240,6 +256,7 @@ class StepLayout:
     tiles: list[Tile] = field(default_factory=list)
     tags: list[RingTags] = field(default_factory=list)
     found_tags: list[Tensor] = field(default_factory=list)
+    asked_tags: list[Tensor] = field(default_factory=list)
     rows_read: list[RowsRead] = field(default_factory=list)
 
     @property

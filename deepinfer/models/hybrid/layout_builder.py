@@ -1,14 +1,17 @@
 """Lays out a step: from a plan's sequences to the indices that its layers use.
 
-Index arithmetic on the host, once per step; what it makes is uploaded.
+Index arithmetic, once per step: on the host, and what it makes is uploaded. Where the device alone
+knows where the sequences are (`StepInputs.back`), the same lines run on tensors there
+(`deepinfer.models.hybrid.places`). Sizes are the plan's then too: there may be room for rows that
+no query sees, and for groups that do not close.
 
 Knows plans, geometry and the tags of ring rows; no weights. Invariant: whether a step may read a
-ring row is decided here and nowhere else.
+ring row is decided here and nowhere else; nothing here makes the host wait for the device.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,7 +36,9 @@ from deepinfer.models.hybrid.layout import (
     StepLayout,
     Tile,
 )
+from deepinfer.models.hybrid.places import Places, as_slice
 from deepinfer.plan import StepPlan
+from deepinfer.step_inputs import StepInputs
 
 MAX_QUERIES = 256
 """Queries of one tile and sequence: bounds a chunk's scores, and what its window part wastes."""
@@ -61,123 +66,136 @@ class Layouts:
         self._num_ids = ids.num_rows if ids else 0
         self._look_back = config.engram.look_back if config.engram else 0
 
-    def of(self, plan: StepPlan) -> StepLayout:
-        """Inside submitted work: the layout of `plan`.
+    def of(self, inputs: StepInputs) -> StepLayout:
+        """Inside submitted work: the layout of a step.
 
         Tags of the rings it reads are compared, and those of its new rows are written.
         """
-        positions = plan.positions.astype(np.int64)
+        places = Places(inputs, self._device)
         layout = StepLayout(
-            token_ids=self._device.upload(plan.token_ids).long(),
-            positions=self._device.upload(positions),
-            window=self._kept(plan, self._geometry.ring_len),
+            token_ids=inputs.token_ids.long(),
+            positions=places.on_device(places.positions),
+            window=self._kept(places, self._geometry.ring_len),
             closings={
-                compressor: self._closing(plan, compressor, num_rows)
+                compressor: self._closing(places, compressor, num_rows)
                 for compressor, num_rows in self._compressors.items()
             },
             ids=None,
             kept_ids=None,
         )
         if self._look_back:
-            seqs = np.repeat(np.arange(plan.num_seqs), plan.num_scheduled)
-            wanted = positions[:, None] - np.arange(self._look_back + 1)
-            pairs = np.repeat(seqs, self._look_back + 1), wanted.ravel()
-            layout.ids = self._lookback(plan, *pairs, self._num_ids)
-            layout.kept_ids = self._kept(plan, self._num_ids)
+            wanted = places.positions[:, None] - places.numbers(self._look_back + 1)
+            pairs = np.repeat(places.seqs, self._look_back + 1), wanted.ravel()
+            least = int(places.earliest.min()) - self._look_back
+            layout.ids = self._lookback(places, *pairs, least, self._num_ids)
+            layout.kept_ids = self._kept(places, self._num_ids)
         if self._num_streams:
-            tokens = self._kept_tokens(plan, self._geometry.ring_len)
-            seqs = np.repeat(np.arange(plan.num_seqs), plan.num_scheduled)[tokens]
-            layout.streams = self._lookback(plan, seqs, positions[tokens] - 1, self._num_streams)
-            layout.kept_streams = self._kept(plan, self._num_streams)
-        self._add_tiles(layout, plan)
+            tokens = places.last(self._geometry.ring_len)
+            seqs, before = places.seqs[tokens], places.positions_of(tokens) - 1
+            least = int(places.earliest.min()) - 1
+            layout.streams = self._lookback(places, seqs, before, least, self._num_streams)
+            layout.kept_streams = self._kept(places, self._num_streams)
+        self._add_tiles(layout, places)
         return layout
 
     # -- tokens of earlier and of later steps ----------------------------------------------------
 
-    def _kept(self, plan: StepPlan, num_rows: int) -> Kept:
+    def _kept(self, places: Places, num_rows: int) -> Kept:
         """Each sequence's last `num_rows` tokens of the step, at position % num_rows."""
-        tokens = self._kept_tokens(plan, num_rows)
-        slots = plan.state_ids.repeat(plan.num_scheduled)[tokens]
-        rows = plan.positions[tokens] % num_rows
+        plan, tokens = places.plan, places.last(num_rows)
         return Kept(
-            _as_slice(tokens) or self._upload(tokens),
-            self._upload(slots),
-            self._upload(rows),
+            as_slice(tokens) or self._upload(tokens),
+            self._upload(plan.state_ids[places.seqs[tokens]]),
+            places.on_device(places.positions_of(tokens) % num_rows),
             num_rows,
         )
 
-    def _kept_tokens(self, plan: StepPlan, num_rows: int) -> Ints:
-        last = plan.context_lens.repeat(plan.num_scheduled) - num_rows
-        return np.flatnonzero(plan.positions >= last)
-
     def _lookback(
         self,
-        plan: StepPlan,
+        places: Places,
         seqs: Ints,
         positions: Ints,
+        least: int,
         num_rows: int,
-        series: Ints | int = 0,
+        series: Ints | None = None,
         num_series: int = 1,
     ) -> Lookback:
-        """Of (sequence, position) pairs, int64 [n] each; of each token's values one series."""
-        first = plan.context_lens[seqs] - plan.num_scheduled[seqs]
-        tokens: Ints = plan.query_start[seqs] + positions - first
-        is_old = positions < first
-        tokens[is_old] = 0
-        old = np.flatnonzero(is_old & (positions >= 0))
-        missing = np.flatnonzero(positions < 0)
-        some, old_seqs, old_positions = len(old) > 0, seqs[old], positions[old]
-        which = np.broadcast_to(np.asarray(series, np.int64), len(seqs))
+        """Of (sequence, position) pairs, int64 [n] each; of each token's values one series.
+
+        No position can be below `least`.
+        """
+        plan, of = places.plan, places.index(seqs)
+        number = positions - places.firsts[of]  # among the tokens of its sequence
+        is_old = number < 0
+        tokens, rows = number.clip(min=0) + places.starts[of], positions % num_rows
+        if series is not None:
+            which = places.index(series)
+            tokens, rows = tokens * num_series + which, rows * num_series + which
+        missing = positions < 0 if least < 0 else None
+        if places.moved:
+            return Lookback(
+                tokens=places.on_device(tokens),
+                old=places.on_device(is_old),
+                old_slots=self._upload(plan.state_ids[seqs]),
+                old_rows=places.on_device(rows),
+                missing=None if missing is None else places.on_device(missing),
+                num_series=num_series,
+            )
+        old = np.flatnonzero(is_old if missing is None else is_old & ~missing)
+        some, old_seqs = len(old) > 0, seqs[old]
         return Lookback(
-            self._upload(tokens * num_series + which),
-            self._upload(old) if some else None,
-            self._upload(plan.state_ids[old_seqs]) if some else None,
-            self._upload(old_positions % num_rows * num_series + which[old]) if some else None,
-            self._upload(missing) if len(missing) else None,
-            old_seqs,
-            old_positions,
-            num_series,
+            tokens=self._upload(tokens),
+            old=self._upload(old) if some else None,
+            old_slots=self._upload(plan.state_ids[old_seqs]) if some else None,
+            old_rows=self._upload(rows[old]) if some else None,
+            missing=None if missing is None else places.on_device(missing),
+            old_seqs=old_seqs,
+            old_positions=positions[old],
+            num_series=num_series,
         )
 
-    def _closing(self, plan: StepPlan, compressor: Compressor, num_rows: int) -> Closing:
+    def _closing(self, places: Places, compressor: Compressor, num_rows: int) -> Closing:
         """The rows whose last token is in the step."""
-        ratio = compressor.ratio
-        ends = np.flatnonzero((plan.positions + 1) % ratio == 0)
-        seqs = np.repeat(np.arange(plan.num_seqs), plan.num_scheduled)[ends]
-        rows = plan.positions[ends].astype(np.int64) // ratio
+        ratio, size = compressor.ratio, self._geometry.block_size
+        seqs, ends, closes = places.ends_of_groups(ratio)
+        rows = ends // ratio
         members = kept = None
-        if compressor.gated and len(ends):
+        if compressor.gated and len(seqs):
             num_series = 1 + compressor.overlap
             span = ratio * num_series
-            wanted = (rows - compressor.overlap)[:, None] * ratio + np.arange(span)
-            series = np.tile(np.arange(span) // ratio, len(rows))
+            wanted = (rows + 1 - num_series)[:, None] * ratio + places.numbers(span)
+            if closes is not None:
+                wanted = wanted.clip(max=ends[:, None])  # of a group that is not whole: any
+            series = np.tile(np.arange(span) // ratio, len(seqs))
             pairs = np.repeat(seqs, span), wanted.ravel()
-            members = self._lookback(plan, *pairs, num_rows, series, num_series)
+            least = (int(places.earliest[seqs].min()) // ratio + 1 - num_series) * ratio
+            members = self._lookback(places, *pairs, least, num_rows, series, num_series)
         if compressor.gated:
-            kept = self._kept(plan, num_rows)
-        size = self._geometry.block_size
-        blocks = plan.block_tables[seqs, plan.positions[ends] // size].astype(np.int64)
+            kept = self._kept(places, num_rows)
         per_block = max(size // ratio, 1)
+        stored = places.blocks(seqs, ends // size) * per_block + rows % per_block
+        if closes is not None:
+            stored = stored * closes  # nobody's row 0
         return Closing(
-            rows=self._upload(blocks * per_block + rows % per_block),
-            positions=self._upload(rows * ratio),
+            rows=places.on_device(stored),
+            positions=places.on_device(rows * ratio),
             members=members,
-            phases=self._upload(plan.positions % ratio),
+            phases=places.on_device(places.positions % ratio),
             kept=kept,
         )
 
     # -- tiles -----------------------------------------------------------------------------------
 
-    def _add_tiles(self, layout: StepLayout, plan: StepPlan) -> None:
+    def _add_tiles(self, layout: StepLayout, places: Places) -> None:
         """Those that read rings as they were before the step; the step's tags; the others."""
-        groups = self._groups(plan)
+        groups = self._groups(places.plan)
         whole = self._geometry.ring_len - self._window + 1  # tokens that leave the window whole
         for before in (True, False):
             for seqs, num_tokens in groups:
                 if (num_tokens > whole) is before:
                     for begin in range(0, num_tokens, MAX_QUERIES):
                         end = min(begin + MAX_QUERIES, num_tokens)
-                        tile = self._tile(layout, plan, seqs, (begin, end), before)
+                        tile = self._tile(layout, places, seqs, (begin, end), before)
                         layout.tiles.append(tile)
             if before:
                 window = layout.window
@@ -198,25 +216,27 @@ class Layouts:
     def _tile(
         self,
         layout: StepLayout,
-        plan: StepPlan,
+        places: Places,
         seqs: Ints,
         queries: tuple[int, int],
         before: bool,
     ) -> Tile:
         begin, end = queries
-        first = (plan.context_lens - plan.num_scheduled)[seqs].astype(np.int64)
-        positions = first[:, None] + np.arange(begin, end)
+        plan, of = places.plan, places.index(seqs)
+        first = places.firsts[of]
+        positions = first[:, None] + places.numbers(end - begin, begin)
+        num_tokens = int(plan.num_scheduled[seqs[0]])
+        longest = int(plan.context_lens[seqs].max()) - num_tokens + end  # up to the last query
         slots = self._upload(plan.state_ids[seqs])
         ring = own = None
         if not before:
-            last = plan.context_lens[seqs].astype(np.int64) - 1
-            ring = self._ring(layout, seqs, slots, last, positions, False)
+            ring = self._ring(layout, places, seqs, slots, places.lens[of] - 1, positions, False)
         else:
-            if begin < self._window - 1 and first.any():
-                ring = self._ring(layout, seqs, slots, first - 1, positions, True)
+            if begin < self._window - 1 and longest > end:
+                ring = self._ring(layout, places, seqs, slots, first - 1, positions, True)
             own = self._own(plan, seqs, queries)
-        rows = self._rows(plan, seqs, positions)
-        if end == plan.num_scheduled[seqs[0]]:
+        rows = self._rows(places, seqs, positions, longest)
+        if end == num_tokens and not places.moved:
             for ratio, seen in rows.items():
                 visible = (positions[:, -1] + 1) // ratio
                 layout.rows_read.append(RowsRead(ratio, seqs, visible, seen))
@@ -224,7 +244,7 @@ class Layouts:
             tokens=self._tokens(plan, seqs, begin, end),
             num_seqs=len(seqs),
             num_queries=end - begin,
-            slots=slots if before else _as_slice(plan.state_ids[seqs]) or slots,
+            slots=slots if before else as_slice(plan.state_ids[seqs]) or slots,
             ring=ring,
             own=own,
             rows=rows,
@@ -234,11 +254,12 @@ class Layouts:
         """Tokens [begin, end) of each sequence's part of the step."""
         starts = plan.query_start[seqs].astype(np.int64)
         tokens = (starts[:, None] + np.arange(begin, end)).ravel()
-        return _as_slice(tokens) or self._upload(tokens)
+        return as_slice(tokens) or self._upload(tokens)
 
     def _ring(
         self,
         layout: StepLayout,
+        places: Places,
         seqs: Ints,
         slots: Tensor,
         last: Ints,
@@ -247,14 +268,17 @@ class Layouts:
     ) -> RingRead:
         """The rings whose newest row is that of position `last`, int64 [n]."""
         ring_len = self._geometry.ring_len
-        wanted = last[:, None] - (last[:, None] - np.arange(ring_len)) % ring_len
+        wanted = last[:, None] - (last[:, None] - places.numbers(ring_len)) % ring_len
         at = positions[:, :, None]
-        read: Bools = wanted[:, None] > np.maximum(at - self._window, -1)
+        read = wanted[:, None] > (at - self._window).clip(min=-1)
         read &= wanted[:, None] <= at
-        found = self._cache.read_tags(slots)
-        is_right = found == self._upload(wanted + 1)
-        hidden = ~(self._device.upload(read) & is_right[:, None])
-        layout.tags.append(RingTags(seqs, wanted, np.any(read, axis=1), before))
+        found, wanted_there = self._cache.read_tags(slots), places.on_device(wanted)
+        hidden = ~(places.on_device(read) & (found == wanted_there + 1)[:, None])
+        asked = cast(Bools, read.any(1))
+        if places.moved:
+            layout.asked_tags.append(wanted_there.where(places.on_device(asked), -1))
+            wanted, asked = np.empty((0, ring_len), np.int64), np.empty((0, ring_len), np.bool_)
+        layout.tags.append(RingTags(seqs, wanted, asked, before))
         layout.found_tags.append(found)
         return RingRead(before, hidden[:, :, None])
 
@@ -267,36 +291,29 @@ class Layouts:
             self._tokens(plan, seqs, low, end), self._device.upload(hidden[None, :, None])
         )
 
-    def _rows(self, plan: StepPlan, seqs: Ints, positions: Ints) -> dict[int, RowsOf]:
+    def _rows(self, places: Places, seqs: Ints, positions: Ints, longest: int) -> dict[int, RowsOf]:
+        """What queries at `positions` [n, q] see, of which no context is longer than `longest`."""
         size, rows = self._geometry.block_size, {}
         for ratio in self._ratios:
-            visible = (positions + 1) // ratio
-            num_rows = int(visible.max())
+            num_rows = longest // ratio
             if not num_rows:
                 continue
             stride, per_block = max(ratio // size, 1), max(size // ratio, 1)
             num_blocks = -(-num_rows // per_block)
             columns = np.arange(num_blocks) * stride + stride - 1
-            blocks = plan.block_tables[seqs][:, columns]
-            held_by, visible_rows = self._upload(blocks), self._upload(visible)
+            blocks = places.plan.block_tables[seqs][:, columns]
+            held_by = self._upload(blocks)
+            visible = places.on_device((positions + 1) // ratio)
             row = torch.arange(num_blocks * per_block, device=held_by.device)
             rows[ratio] = RowsOf(
                 num_rows,
                 held_by,
                 (held_by[:, :, None] * per_block + row[:per_block]).flatten(1),
-                visible_rows,
-                (row[:num_rows] >= visible_rows[..., None])[:, :, None],
+                visible,
+                (row[:num_rows] >= visible[..., None])[:, :, None],
             )
         return rows
 
     def _upload(self, array: NDArray[np.integer[Any]]) -> Tensor:
         tensor: Tensor = self._device.upload(np.ascontiguousarray(array, np.int64))
         return tensor
-
-
-def _as_slice(numbers: NDArray[np.integer[Any]]) -> slice | None:
-    """The same numbers, not none, as a slice; None unless each is the one before plus 1."""
-    first = int(numbers[0])
-    if (numbers == np.arange(first, first + len(numbers))).all():
-        return slice(first, first + len(numbers))
-    return None

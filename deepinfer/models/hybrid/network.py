@@ -143,7 +143,7 @@ class HybridNetwork:
         kept, stored = layout.kept_ids, self._cache.region(IDS)
         ids = layout.ids.gather(own[:, None], stored)[:, 0]
         if layout.ids.missing is not None:
-            ids[layout.ids.missing] = token_map[engram.pad_id]
+            ids = torch.where(layout.ids.missing, token_map[engram.pad_id], ids)
         stored[kept.slots, kept.rows, 0] = kept.of(own)
         return ids.view(len(own), -1)
 

@@ -18,6 +18,7 @@ from deepinfer.models.hybrid.layer_plan import HybridConfig
 from deepinfer.plan import Rows, StepPlan, StepResult
 from deepinfer.results import Commit
 from deepinfer.runners import load_model, make_runner
+from deepinfer.step_inputs import StepInputs
 from deepinfer.testing.faults.plant import FaultList, around
 
 AHEAD = FaultList()
@@ -31,7 +32,8 @@ def draft_row_read_after_rejection(engine: LLMEngine) -> None:
     """The context of a step reaches to the end of the last one's drafts, rejected or not."""
     size, ends = engine.config.block_size, dict[tuple[int, int], int]()
 
-    def forward(inner: Call, plan: StepPlan) -> Any:
+    def forward(inner: Call, inputs: StepInputs) -> Any:
+        plan = inputs.plan
         keys = list(zip(plan.rows.tolist(), plan.epochs.tolist(), strict=True))
         held = np.count_nonzero(plan.block_tables, axis=1) * size
         ended = np.array([ends.get(key, 0) for key in keys], np.int32)
@@ -40,7 +42,8 @@ def draft_row_read_after_rejection(engine: LLMEngine) -> None:
         tags = plan.tags
         if tags is not None and (more := int(context_lens.max()) - tags.shape[1]) > 0:
             tags = np.pad(tags, ((0, 0), (0, more)))
-        return inner(replace(plan, context_lens=context_lens, tags=tags))
+        longer = replace(plan, context_lens=context_lens, tags=tags)
+        return inner(replace(inputs, plan=longer))
 
     around(engine.worker.runner, "forward", forward)
 
@@ -132,17 +135,17 @@ def placeholder_after_a_skipped_step(engine: LLMEngine) -> None:
     """The newest token comes from the step right before: who sat it out computes a placeholder."""
     carry, last = engine.worker._carry, list[Rows]()
 
-    def resolve(inner: Call, plan: StepPlan) -> Any:
-        resolved = inner(plan)
+    def put_in(inner: Call, plan: StepPlan) -> StepInputs:
+        inputs = inner(plan)
+        assert isinstance(inputs, StepInputs)
         before = last.pop() if last else plan.rows
         last.append(plan.rows)
-        runs, ahead = resolved.plan, plan.ahead
-        if runs is None or ahead is None:
-            return resolved
-        sat_out = np.flatnonzero(ahead.is_open[resolved.kept] & ~np.isin(runs.rows, before))
-        token_ids = runs.token_ids.copy()
-        newest = runs.query_start[sat_out]
+        if plan.ahead is None:
+            return inputs
+        sat_out = np.flatnonzero(plan.ahead.is_open & ~np.isin(plan.rows, before))
+        newest, token_ids = plan.query_start[sat_out], inputs.plan.token_ids.copy()
         token_ids[newest] = np.where(token_ids[newest] == 0, 1, 0)
-        return replace(resolved, plan=replace(runs, token_ids=token_ids))
+        runs = replace(inputs.plan, token_ids=token_ids)
+        return replace(inputs, plan=runs, token_ids=engine.device.upload(token_ids))
 
-    around(carry, "resolve", resolve)
+    around(carry, "put_in", put_in)

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from deepinfer.engine import LLMEngine
-from deepinfer.plan import Int32, StepPlan
+from deepinfer.plan import Int32
+from deepinfer.step_inputs import StepInputs
 from deepinfer.testing.faults.plant import FaultList, around
 
 COMPUTED = FaultList()
@@ -34,10 +35,11 @@ def captured_with_old_table(engine: LLMEngine) -> None:
     """A forward pass runs with the tables that the last one of the same shape was given."""
     last: dict[tuple[int, ...], Int32] = {}
 
-    def forward(inner: Call, plan: StepPlan) -> Any:
+    def forward(inner: Call, inputs: StepInputs) -> Any:
+        plan = inputs.plan
         shape = plan.block_tables.shape
         old = last.get(shape, plan.block_tables)
         last[shape] = plan.block_tables
-        return inner(replace(plan, block_tables=old))
+        return inner(replace(inputs, plan=replace(plan, block_tables=old)))
 
     around(engine.worker.runner, "forward", forward)

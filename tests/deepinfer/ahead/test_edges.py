@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from deepinfer.drafters.base import Drafter
+from deepinfer.device.base import Device
+from deepinfer.drafters.base import Asked, Drafter, Drafts
 from deepinfer.drafters.ngram import NgramDrafter
 from deepinfer.names import OVERLAPS
-from deepinfer.plan import Int32
 from deepinfer.sequence import SamplingParams
 from tests.deepinfer.ahead.scenes import CONFIG, Stage, prompt_of, sampled
 
@@ -60,10 +61,11 @@ def test_a_stop_token_among_accepted_drafts_ends_the_request_there(overlap, inde
         assert len(stage.ended["runs on"].token_ids) == 16
 
 
+@pytest.mark.parametrize("overlap", ["on", "2"])
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_a_request_that_stops_with_its_next_step_in_flight_is_left_out_of_it(drafts):
-    """Its blocks stay withheld until that step is done; the other request is computed."""
-    with Stage("qwen3", config("on", drafts, release="step")) as stage:
+def test_a_request_that_stops_with_its_next_steps_in_flight_runs_on_for_nothing(drafts, overlap):
+    """Its blocks stay withheld until they are done; the other request gets what is its own."""
+    with Stage("qwen3", config(overlap, drafts, release="step")) as stage:
         prompt, sampling = prompt_of(2, 6), SamplingParams(16)
         stop = first_seen(stage, prompt, sampling, 3)
         stage.add("stops", prompt, replace(sampling, stop_token_id=stop))
@@ -73,17 +75,18 @@ def test_a_request_that_stops_with_its_next_step_in_flight_is_left_out_of_it(dra
             stage.submit_all()
             row = stage.engine.scheduler.find("stops").row
             stage.collect()
-        (step,) = stage.engine._in_flight
-        assert row in step.plan.rows
-        assert stage.engine.blocks.num_withheld > 0
-        stage.collect()
+        steps = list(stage.engine._in_flight)
+        assert len(steps) == stage.engine.max_in_flight - 1
+        for step in steps:
+            assert row in step.plan.rows
+            assert stage.engine.blocks.num_withheld > 0
+            assert set(stage.collect().request_ids) == {"runs on"}
+            assert row in step.flight.plan.rows  # as it really ran
         assert stage.engine.blocks.num_withheld == 0
-        assert row not in step.flight.plan.rows  # as it really ran
-        assert step.flight.plan.num_seqs == 1
         stage.finish()
 
 
-def test_a_step_whose_requests_have_all_ended_computes_nothing():
+def test_a_step_whose_requests_have_all_ended_brings_nothing():
     """The step in flight behind the stop token runs, and changes nothing."""
     with Stage("qwen3", config("on", 0)) as stage:
         prompt, sampling = prompt_of(2, 6), SamplingParams(16)
@@ -281,12 +284,16 @@ class Hesitant:
         self._inner = inner
         self._rng = np.random.default_rng(0)
 
-    def start(self, row: int, request_id: str, num_prompt_tokens: int) -> None:
-        self._inner.start(row, request_id, num_prompt_tokens)
+    def prepare(self, device: Device, num_slots: int, max_model_len: int) -> None:
+        self._inner.prepare(device, num_slots, max_model_len)
 
-    def propose(self, row: int, token_ids: Int32, num_drafts: int) -> Int32:
-        drafts = self._inner.propose(row, token_ids, num_drafts)
-        return drafts[: int(self._rng.integers(num_drafts + 1))]
+    def start(self, slot: int, request_id: str, num_prompt_tokens: int) -> None:
+        self._inner.start(slot, request_id, num_prompt_tokens)
+
+    def propose(self, asked: Asked) -> Drafts:
+        drafts, counts = self._inner.propose(asked)
+        said = self._rng.integers(asked.num_drafts + 1, size=len(counts))
+        return Drafts(drafts, counts.minimum(torch.from_numpy(said)))
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.7, 1.0])

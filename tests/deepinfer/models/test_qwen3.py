@@ -16,6 +16,7 @@ from deepinfer.models.hf_config import model_config_from_folder
 from deepinfer.models.qwen3 import Qwen3
 from deepinfer.models.weights import load_weights
 from deepinfer.plan import StepPlan
+from deepinfer.step_inputs import StepInputs
 from tests.deepinfer.step_plans import Run, step_plan
 
 pytestmark = pytest.mark.oracle
@@ -41,10 +42,11 @@ class Paged:
         """Fresh blocks for so many tokens, in no order."""
         return [int(next(self.scattered)) for _ in range(-(-num_tokens // self.block_size))]
 
-    def logits(self, plan: StepPlan) -> torch.Tensor | None:
+    def logits(self, plan: StepPlan, back: list[int] | None = None) -> torch.Tensor | None:
         """The plan's logits; remembers the sizes of its shared groups."""
+        inputs = inputs_of(plan, back)
         rows = torch.tensor(plan.sample_tokens, dtype=torch.int64)
-        prepared = self.attention.prepare(plan)
+        prepared = self.attention.prepare(inputs)
         self.groups = sorted(len(group.tokens) for group in prepared.shared)
         return self.model.forward(
             torch.tensor(plan.token_ids), prepared, rows if len(rows) else None
@@ -52,6 +54,11 @@ class Paged:
 
     def step(self, *runs: Run, padding: int = 0) -> torch.Tensor | None:
         return self.logits(step_plan(runs, self.block_size, padding=padding))
+
+
+def inputs_of(plan: StepPlan, back: list[int] | None = None) -> StepInputs:
+    moved = None if back is None else torch.tensor(back)
+    return StepInputs(plan, torch.tensor(plan.token_ids), moved)
 
 
 def tokens(num: int, seed: int = 0) -> list[int]:
@@ -188,7 +195,7 @@ def test_only_blocks_before_the_newest_row_are_shared(
     twin = Run(history, table, length - 1)
     plan = step_plan([twin, twin], 16)
     close(paged.logits(plan), [dense(model, history)] * 2)
-    [group] = paged.attention.prepare(plan).shared
+    [group] = paged.attention.prepare(inputs_of(plan)).shared
     assert group.prefix.length == (length - 1) // 16 * 16
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 
+from deepinfer.step_inputs import StepInputs
 from deepinfer.testing.tokens import EMPTY, TokenRunner, next_token, prefixes
 from tests.deepinfer.step_plans import Run, step_plan
 
@@ -53,8 +55,9 @@ def test_drafts_are_computed_as_they_are():
         sample_tokens=np.array([0, 1], np.int32),
         sample_seq=np.array([0, 0], np.int32),
     )
-    found = runner.forward(plan).result(3).token_ids.tolist()
+    found = runner.forward(StepInputs(plan, torch.from_numpy(plan.token_ids))).token_ids
     with_draft = prefixes([5, 6, 7, 1])
     assert runner.rows[6:8] == with_draft[2:]
-    assert found == [next_token(right, 1000), next_token(with_draft, 1000)]
+    assert found is not None
+    assert found.tolist() == [next_token(right, 1000), next_token(with_draft, 1000)]
     assert runner.wrong_rows == 0

@@ -138,12 +138,11 @@ def broken_carry(w, change):
     """Let the device compute each step that had something open with what `change` makes of it."""
     carry = w.engine.worker._carry
 
-    def resolve(inner, plan):
-        resolved = inner(plan)
-        is_open = resolved.plan is not None and plan.ahead.is_open.any()
-        return replace(resolved, plan=change(resolved.plan)) if is_open else resolved
+    def put_in(inner, plan):
+        inputs = inner(plan)
+        return replace(inputs, plan=change(inputs.plan)) if plan.ahead.is_open.any() else inputs
 
-    around(carry, "resolve", resolve)
+    around(carry, "put_in", put_in)
 
 
 def another_token(plan):

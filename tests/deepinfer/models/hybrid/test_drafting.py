@@ -18,7 +18,7 @@ from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.models.hybrid.layer_plan import HybridConfig, v4_config, v41_config
 from deepinfer.models.hybrid.loading import draw_weights
 from deepinfer.models.hybrid.weights import HybridWeights
-from tests.deepinfer.hybrid_steps import Request, Steps, chunked
+from tests.deepinfer.hybrid_steps import Request, Steps, asked_behind, chunked
 from tests.hybrid_configs import dspark, v4_raw, v41_raw
 
 V41_RAW = v41_raw([0, 2, 2, 1, 1], sources=[1, 3], selectors=[1, 3], publisher=3, engram=[1])
@@ -61,14 +61,10 @@ def steps_of(name: str, device: SteppedCpuDevice) -> Steps:
 
 def guesses(steps: Steps, *seqs: tuple[Request, int], num_drafts: int = 5) -> list[list[int]]:
     """Of each (sequence, newest token) behind what is computed."""
-    states = np.array([seq.state for seq, _ in seqs], np.int32)
-    newest = np.array([token for _, token in seqs], np.int32)
-    places = np.array([seq.computed for seq, _ in seqs], np.int32)
-    head = steps.runner.draft_head
-    assert head is not None
-    drafts = steps.device.run(lambda: head.propose(states, newest, places, num_drafts))
-    assert drafts.dtype == np.int32
-    return [row.tolist() for row in drafts]
+    asked = asked_behind([(seq.state, token, seq.computed) for seq, token in seqs], num_drafts)
+    drafts, counts = steps.device.run(lambda: steps.runner.propose(asked))
+    assert counts.tolist() == [drafts.shape[1]] * len(seqs)
+    return drafts.tolist()
 
 
 def check(name: str, steps: Steps, seq: Request) -> None:

@@ -116,7 +116,7 @@ def test_overlapping_pool_takes_one_series_of_each_group(device: SteppedCpuDevic
     projected = pool.biased(x @ pool.weight.T, phases)
     series = projected.view(4, pool.num_series, -1)
     members = torch.cat((series[:2, 0], series[2:, 1]))
-    for missing in (None, torch.tensor([0, 1])):
+    for missing in (None, torch.tensor([True, True, False, False])):
         kv, gate = x @ weights.wkv.T, x @ weights.wgate.T + weights.bias[phases]
         kv = torch.cat([kv[:2, :dim], kv[2:, dim:]])
         gate = torch.cat([gate[:2, :dim], gate[2:, dim:]])

@@ -159,7 +159,7 @@ def test_a_fault_stays_in_its_engine() -> None:
         ("state-gone-on-too-far", {"tags"}),
         ("draft-row-read-after-rejection", {"tags"}),
         ("ring-without-room-for-drafts", {"tags"}),
-        ("optimistic-count-never-corrected", {"conservation"}),
+        ("optimistic-count-never-corrected", {"tags", "conservation"}),
         ("placeholder-after-a-skipped-step", {"conservation"}),
         ("state-kept-that-has-gone-on", {"tags"}),
         ("state-not-loaded", {"tags"}),
