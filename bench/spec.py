@@ -41,7 +41,7 @@ from deepinfer.device.delayed import NO_DELAY
 from deepinfer.errors import UserError
 from deepinfer.models.hf_config import model_config_from_folder
 from deepinfer.models.hybrid.geometry import Geometry
-from deepinfer.models.hybrid.layer_plan import HybridConfig
+from deepinfer.models.hybrid.layer_plan import HybridConfig, check_drafts
 from deepinfer.names import DESCRIPTIONS, UNSAFE_POLICIES
 
 # `seed` is left out: every cell of a comparison gets the same requests.
@@ -248,6 +248,7 @@ def resolve(profile: Profile, workload: Workload, flags: Flags | None = None) ->
     model = model_config(profile)
     if isinstance(model, HybridConfig):
         Geometry.of(model, engine.block_size)  # no single file or flag is wrong here either
+    check_drafts(model, engine)
     device = profile.device if flags.device is None else flags.device
     _check_flags(DeviceFlag, {"device": device})
     _check_memory(profile, engine, device)

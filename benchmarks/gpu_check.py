@@ -4,7 +4,8 @@
     2. tokens and log-probabilities of the CUDA device against the CPU's, float32
     3. `compare fork-batch` on profile h200 with all six release policies
     4. the NVML and allocator columns of that table are filled
-    5. `profile step decode-overlap` on profile h200: the host gap, smaller with `overlap`
+    5. `profile step decode-overlap` on profile h200, without drafts and with three: the host gap,
+       smaller with `overlap`
     6. `check power` on profile h200: faults planted in bfloat16 requests are seen, clean ones pass
 
 Prints a summary, one line a check, and writes the samples, the table and the summary to
@@ -110,10 +111,21 @@ def columns_filled(folder: Path) -> str:
 
 def host_gap(folder: Path) -> str:
     """With overlap the device waits less for the host between two steps."""
+    return _host_gap(folder / "step.json")
+
+
+def host_gap_with_drafts(folder: Path) -> str:
+    """So it does where the host knows neither tokens nor positions."""
+    settings = ("drafts=3", "drafter=replay", "acceptance=0.7")
+    # `deferred` would wait for the newest step wherever a rejection gives a block back.
+    flags = ("--release", "polled", *(flag for item in settings for flag in ("-s", item)))
+    return _host_gap(folder / "step-drafts.json", *flags)
+
+
+def _host_gap(path: Path, *flags: str) -> str:
     workload = ("profile", "step", "decode-overlap", "--profile", "h200", "--format", "json")
-    gaps = {
-        gap["overlap"]: gap for gap in json.loads(_printed(folder / "step.json", *workload))["gaps"]
-    }
+    printed = _printed(path, *workload, *flags)
+    gaps = {gap["overlap"]: gap for gap in json.loads(printed)["gaps"]}
     text = ", ".join(
         f"overlap {name} {gap['median_us']:.1f} us = {gap['median_percent']:.2f} % of the step"
         for name, gap in gaps.items()
@@ -149,6 +161,7 @@ CHECKS: tuple[Check, ...] = (
     compare_policies,
     columns_filled,
     host_gap,
+    host_gap_with_drafts,
     faults_are_flagged,
 )
 

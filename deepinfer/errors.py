@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import TypeGuard
 
+MAX_LISTED = 30  # names in a hint
+
 
 class DeepInferError(Exception):
     """Root of every deliberate error."""
@@ -84,8 +86,11 @@ def listed(items: Iterable[object], most: int = 4) -> str:
 
 
 def nearest_hint(name: str, valid: Iterable[str]) -> str:
-    """`did you mean 'x'?` if one is near, and the list of valid names."""
+    """`did you mean 'x'?` if one is near, and the list of valid names; of very many the nearest."""
     names = list(valid)
+    if len(names) > MAX_LISTED:
+        some = difflib.get_close_matches(name, names, n=4, cutoff=0)
+        return f"nearest of {len(names)}: {', '.join(some)}"
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     listed = f"valid: {', '.join(names)}"
     return f"did you mean {near[0]!r}? {listed}" if near else listed

@@ -16,7 +16,7 @@ from deepinfer.device.base import Device
 from deepinfer.errors import UserError
 from deepinfer.hybrid_runner import HybridRunner, check_pools_fit
 from deepinfer.model_runner import ModelRunner
-from deepinfer.models.hybrid.layer_plan import HybridConfig
+from deepinfer.models.hybrid.layer_plan import HybridConfig, check_drafts
 from deepinfer.models.hybrid.loading import draw_weights
 from deepinfer.models.hybrid.loading import num_parameters as num_hybrid_parameters
 from deepinfer.models.hybrid.weights import HybridWeights
@@ -69,19 +69,9 @@ def _check_weights_fit(model: Model, device: Device) -> None:
 def check_fits(model: Model, config: EngineConfig, device: Device) -> None:
     """Raise UserError if the pools of `config` need more memory than the device has free, or if it
     asks for drafts that the model has no layers or no room for."""
+    check_drafts(model, config)
     if isinstance(model, HybridConfig):
-        if config.drafts > model.max_draft_tokens:
-            raise UserError(
-                f"drafts: {config.drafts}; the rings of this model have room for "
-                f"{model.max_draft_tokens} (max_draft_tokens)"
-            )
         check_pools_fit(model, config, device)
-    elif config.uses_draft_layers:
-        raise UserError(
-            f"drafter: {config.drafter!r} asks the model's own draft layers, and a Qwen3 model has "
-            "none",
-            hint="drafter: ngram",
-        )
     else:
         check_pool_fits(model, config.num_blocks, config.block_size, device)
 

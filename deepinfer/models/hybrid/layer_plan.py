@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from deepinfer.config import EngineConfig, ModelConfig
 from deepinfer.errors import UserError, check_int
 from deepinfer.models.hybrid.draft_plan import DraftPlan, dspark_plan, mtp_plan
 
@@ -282,6 +283,24 @@ class HybridConfig:
             raise UserError(
                 f"engram_pad_id: {self.engram.pad_id}; token ids are 0 to {self.vocab_size - 1}"
             )
+
+
+def check_drafts(model: ModelConfig | HybridConfig, config: EngineConfig) -> None:
+    """Raise UserError if `config` asks for drafts that a model of either kind has no layers or no
+    room for."""
+    if isinstance(model, HybridConfig):
+        if config.drafts > model.max_draft_tokens:
+            raise UserError(
+                f"drafts: {config.drafts}; the rings of this model have room for "
+                f"{model.max_draft_tokens} (max_draft_tokens)"
+            )
+        model.served(config.uses_draft_layers)
+    elif config.uses_draft_layers:
+        raise UserError(
+            f"drafter: {config.drafter!r} asks the model's own draft layers, and a Qwen3 model has "
+            "none",
+            hint="drafter: ngram",
+        )
 
 
 def v41_config(raw: Mapping[str, Any], **overrides: Any) -> HybridConfig:

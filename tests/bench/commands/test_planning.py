@@ -61,6 +61,16 @@ def test_a_dry_run_shows_the_cells_and_leaves_nothing(
     assert [path.name for path in here.iterdir()] == ["small.yaml"]
 
 
+def test_a_dry_run_refuses_drafts_that_the_model_has_no_layers_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As the run would, before it is begun."""
+    assert compare("--dry-run", "-s", "drafts=2", "-s", "drafter=mtp") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "drafter: 'mtp' asks the model's own draft layers, and a Qwen3 model has none" in err
+
+
 def test_a_dry_run_knows_earlier_results(capsys: pytest.CaptureFixture[str]) -> None:
     """What was measured once is estimated from that; the index is not written for it."""
     assert compare("-o", "results/a") == 0
