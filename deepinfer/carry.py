@@ -21,19 +21,17 @@ stop token runs on for as many steps as were planned; their results are stale.
 `exact` plans are the exception: where rows are tagged, or a runner knows plans alone, the host
 reads what was found before the step runs. On the CPU that costs nothing.
 
-Knows no stream, pool or request order. Invariants: a plan that runs has no placeholder; what it
-touches lies inside what was planned.
+Knows no stream, pool or request order. Invariants: no placeholder runs; what a step touches lies
+inside what was planned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.checks.prefix_tags import go_on
@@ -41,11 +39,8 @@ from deepinfer.config import MAX_DRAFTS, EngineConfig
 from deepinfer.device.base import Device, Readback
 from deepinfer.drafters.base import Asked, Drafter
 from deepinfer.drafters.registry import make_drafter
-from deepinfer.plan import AheadResult, Int32, SlotStart, StepPlan, StepResult
+from deepinfer.plan import AheadResult, Int32, Ints, SlotStart, StepPlan, StepResult
 from deepinfer.step_inputs import StepInputs
-
-Ints = NDArray[np.integer[Any]]
-NO_STATES = np.empty(0, np.int32)
 
 
 class Carry:
@@ -74,6 +69,7 @@ class Carry:
         self._device, self._block_size = device, block_size
         self._drafter, self._max_drafts = drafter, num_drafts
         self._exact, self._told = exact, told
+        # All tokens, and behind them what a step may sample at most, though nobody gets it.
         self._width = max_model_len + 1 + MAX_DRAFTS
         device.run(lambda: self._prepare(num_slots, max_model_len), label="draft slots")
 
@@ -116,6 +112,7 @@ class Carry:
     def _start(self, starts: tuple[SlotStart, ...]) -> None:
         """Draft slots have new requests; of two of one slot the later counts."""
         for start in starts:
+            # A copy: it may be a view of what the host goes on to write.
             token_ids = self._device.upload(start.token_ids.copy())
             self._tokens[start.slot, : len(start.token_ids)] = token_ids
             if self._drafter is not None:
@@ -171,26 +168,26 @@ class Carry:
         """
         ahead = plan.ahead
         assert ahead is not None, "something was put in"
+        each = AheadResult.without_drafts(ahead)
         if sampled is None:
-            nothing = AheadResult.without_drafts(ahead)
-            return lambda result: replace(result, ahead=nothing)
+            return lambda result: replace(result, ahead=each)
         seqs = np.unique(plan.sample_seq)
         slots = self._upload(ahead.slots[seqs])
         lengths = self._num_tokens[slots]
         if self._drafter is None:
             self._tokens.view(-1).index_copy_(0, slots * self._width + lengths, sampled)
             self._num_tokens.index_copy_(0, slots, lengths + 1)
-            each = AheadResult.without_drafts(ahead)
             return lambda result: replace(result, ahead=each)
         num_new, verified = self._verify(ahead.num_drafts[seqs], slots, lengths, sampled)
+        most = min(self._max_drafts, ahead.most_room)
         asked = Asked(
             slots=slots,
             tokens=self._tokens,
             lengths=lengths + num_new,
             # The last token of a request is never written, so no draft lies there or behind.
-            room=(self._max_total[slots] - 1 - lengths - num_new).clamp_(0, self._max_drafts),
-            state_ids=self._upload(plan.state_ids[seqs] if len(plan.state_ids) else NO_STATES),
-            num_drafts=self._max_drafts,
+            room=(self._max_total[slots] - 1 - lengths - num_new).clamp_(0, most),
+            state_ids=self._upload(plan.state_ids[seqs] if len(plan.state_ids) else plan.state_ids),
+            num_drafts=most,
             longest=min(int(plan.context_lens.max()) + 1, self._width),
         )
         proposed = self._propose(self._drafter, asked)
@@ -223,10 +220,16 @@ class Carry:
 
     def _propose(self, drafter: Drafter, asked: Asked) -> Tensor:
         """Put drafts behind the tokens of who is asked; how many there are, int64 [n]."""
+        if not asked.num_drafts:  # as the host knows
+            counts = torch.zeros_like(asked.room)
+            self._num_drafts.index_copy_(0, asked.slots, counts)
+            return counts
         drafts, counts = drafter.propose(asked)
         places = (asked.slots * self._width + asked.lengths)[:, None]
         places = places + self._columns[: drafts.shape[1]]
-        self._tokens.view(-1).index_copy_(0, places.flatten(), drafts.flatten().int())
+        # Those behind the counts are computed too, if they were planned for.
+        token_ids = drafts.flatten().int().clamp_(min=0)
+        self._tokens.view(-1).index_copy_(0, places.flatten(), token_ids)
         self._num_drafts.index_copy_(0, asked.slots, counts)
         return counts
 

@@ -57,7 +57,7 @@ from deepinfer.release import Fence
 from deepinfer.runners import Model, Weights, check_fits, load_model, make_runner, state_pool
 from deepinfer.scheduler import Scheduler
 from deepinfer.sequence import SamplingParams
-from deepinfer.step_account import Counts, Reading, SubmittedStep
+from deepinfer.step_account import Counts, Reading, SubmittedStep, draft_counts
 from deepinfer.stopping import stops_with_device
 from deepinfer.store.tiers import TieredStore
 from deepinfer.transfers import Transfers, open_store
@@ -293,7 +293,8 @@ class LLMEngine:
         self._keep_blocks(step)
         self._flush_if_idle()
         self._checks.settled(step.plan.step)
-        stats = step.stats(start, arrived, collected, self._reading(), result, self._gap_ms(step))
+        drafts = draft_counts(step.plan.ahead, result.ahead, commit.num_new)
+        stats = step.stats(start, arrived, collected, self._reading(), drafts, self._gap_ms(step))
         names = [seq.request_id for seq in commit.sequences]
         record = self.pools.records.tell(step.fence, names, commit.token_ids)
         self._checks.told(step.plan.step, record)

@@ -88,9 +88,9 @@ def listed(items: Iterable[object], most: int = 4) -> str:
 def nearest_hint(name: str, valid: Iterable[str]) -> str:
     """`did you mean 'x'?` if one is near, and the list of valid names; of very many the nearest."""
     names = list(valid)
-    if len(names) > MAX_LISTED:
-        some = difflib.get_close_matches(name, names, n=4, cutoff=0)
-        return f"nearest of {len(names)}: {', '.join(some)}"
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     listed = f"valid: {', '.join(names)}"
+    if len(names) > MAX_LISTED:
+        some = difflib.get_close_matches(name, names, n=4, cutoff=0)
+        listed = f"nearest of {len(names)}: {', '.join(some)}"
     return f"did you mean {near[0]!r}? {listed}" if near else listed

@@ -33,7 +33,7 @@ def shift_xor_(x: Tensor, bits: int) -> Tensor:
     return x.bitwise_xor_((x >> bits).bitwise_and_(LOW_32 >> bits))
 
 
-def multiply_(x: Tensor) -> Tensor:
+def middle_(x: Tensor) -> Tensor:
     """The middle of lowbias32: what stands between its first shift and its last."""
     x.mul_(0x7FEB352D)
     return shift_xor_(x, 15).mul_(signed(0x846CA68B))
@@ -41,4 +41,4 @@ def multiply_(x: Tensor) -> Tensor:
 
 def lowbias32_(x: Tensor) -> Tensor:
     """Hash each number."""
-    return shift_xor_(multiply_(shift_xor_(x, 16)), 16)
+    return shift_xor_(middle_(shift_xor_(x, 16)), 16)

@@ -18,12 +18,14 @@ accepted, the most it can be, and the device puts in what is true (`deepinfer.ca
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+Ints = NDArray[np.integer[Any]]
 Rows = NDArray[np.intp]  # indices into a sequence table; never sent to the device
 Float32 = NDArray[np.float32]
 
@@ -68,6 +70,7 @@ class LookAhead:
             steps in flight are rejected.
         num_pending: int32 [S], most tokens that this step brings; 0 where nothing samples.
         starts: slots that have new requests since the last plan, in order.
+        most_room: no sequence has room for more drafts behind this step.
         tag_sums: uint64 [S], from which the tags behind the known tokens go on; None without tags.
     """
 
@@ -78,6 +81,7 @@ class LookAhead:
     num_unsure: Int32
     num_pending: Int32
     starts: tuple[SlotStart, ...]
+    most_room: int
     tag_sums: NDArray[np.uint64] | None = None
 
 
@@ -172,7 +176,8 @@ class AheadResult:
     """What became of a plan with `StepPlan.ahead`, for its S sequences.
 
     Attributes:
-        num_new: int32 [S], tokens each sequence got: accepted drafts and one more, or none.
+        num_new: int32 [S], accepted drafts and one token more, or none. The device knows no stop
+            tokens: what lies behind one is dropped by the host.
         num_verified: int32 [S], drafts that were computed.
         num_proposed: int32 [S], drafts that wait on the device for each sequence's next step.
     """
@@ -194,8 +199,8 @@ class StepResult:
 
     Attributes:
         step: the plan's number.
-        token_ids: int32 [M], one per entry of the plan's `sample_seq`; with `ahead` those that are
-            part of the sequences now, sequence after sequence.
+        token_ids: int32 [M], one per entry of the plan's `sample_seq`; with `ahead` the `num_new`
+            of each sequence, one sequence after the other.
         logprobs: float32 [M], natural log-probability of each token under the model's softmax
             (temperature 1, before the sampling noise).
         tags: what was wrong with the rows it read; None where rows are not tagged.

@@ -193,6 +193,7 @@ class PlanBuilder:
         ahead: LookAhead | None = None
         if self._looks_ahead:
             drafts = np.zeros(num_seqs, np.int32) if num_drafts is None else num_drafts
+            room = counters.max_total_tokens - 2 - seqs.num_sure_tokens(rows)  # it brings one more
             ahead = LookAhead(
                 slots=seqs.draft_slots[rows],
                 is_open=context_lens > num_known,
@@ -201,6 +202,7 @@ class PlanBuilder:
                 num_unsure=seqs.num_unsure(rows, counters),
                 num_pending=np.where(samples, 1 + drafts, 0).astype(np.int32),
                 starts=tuple(self._starts),
+                most_room=int(room.max(initial=0, where=samples)),
                 tag_sums=tag_sums,
             )
             self._starts = []

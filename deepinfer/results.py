@@ -29,12 +29,15 @@ class Commit:
         token_ids: int32 [M], their new tokens.
         logprobs: float32 [M].
         finished: (sequence, "length" or "stop") of those that ended.
+        num_new: int32 [S], of a plan that looked ahead how many of the tokens each of its sequences
+            got; 0 where the frame is stale.
     """
 
     sequences: NDArray[np.object_]
     token_ids: Int32
     logprobs: Float32
     finished: list[tuple[Sequence, str]]
+    num_new: Int32 | None = None
 
 
 class ResultWriter:
@@ -119,7 +122,9 @@ class ResultWriter:
         stopped = last == seqs.stop_token_ids[got]
         ended = (stopped | (seqs.num_tokens[got] >= seqs.max_total_tokens[got])).nonzero()[0]
         finished = _finished(seqs.sequences[got], stopped, ended)
-        return Commit(seqs.sequences[each], token_ids, logprobs, finished)
+        got_by_seq = np.zeros(plan.num_seqs, np.int32)
+        got_by_seq[alive] = num_new
+        return Commit(seqs.sequences[each], token_ids, logprobs, finished, got_by_seq)
 
     def _until_stop(
         self, rows: Rows, num_new: Int32, token_ids: Int32

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deepinfer.device.base import Device
-from deepinfer.hashing import lowbias32_, multiply_, shift_xor_, signed
+from deepinfer.hashing import lowbias32_, middle_, shift_xor_, signed
 from deepinfer.plan import Float32, Int32, Int64
 
 
@@ -43,8 +43,8 @@ def gumbel_noise(
     first = lowbias32_(low ^ lowbias32_(positions ^ signed(0x9E3779B9)))
     second = lowbias32_(lowbias32_(high ^ signed(0x85EBCA6B)) ^ first)
     x = torch.arange(vocab_size, dtype=torch.int32, device=seeds.device) ^ first[:, None]
-    multiply_(shift_xor_(x, 16)).bitwise_xor_(second[:, None])
-    shift_xor_(multiply_(x), 16)
+    middle_(shift_xor_(x, 16)).bitwise_xor_(second[:, None])
+    shift_xor_(middle_(x), 16)
     # (n + 0.5) / 2^23 is exact in float32 and never 0 or 1.
     uniform = x.bitwise_and_(0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

@@ -177,7 +177,8 @@ class SequenceTable:
         num_in_flight_drafts  drafts that steps in flight verify
         num_proposed_drafts   drafts that wait on the device, as of the last result
         num_written_tokens    how far the state was ever written, as of the last result: rejected
-                              drafts too, and what the parent of a fork had written in it
+                              drafts too, rows planned for drafts that nobody proposed, and what
+                              the parent of a fork had written in it
 
     and `temperature` float32 [R], `seeds` int64 [R], `state_ids` and `draft_slots` int32 [R],
     `num_published_blocks` int32 [R], how many of its blocks others can find, `token_ids` int32 and

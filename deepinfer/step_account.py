@@ -13,7 +13,7 @@ import numpy as np
 
 from deepinfer.device import Event
 from deepinfer.outputs import DraftCounts, StepMoments, StepStats
-from deepinfer.plan import AheadResult, LookAhead, StepPlan, StepResult
+from deepinfer.plan import AheadResult, Int32, LookAhead, StepPlan
 from deepinfer.release import Fence
 from deepinfer.scheduler import Scheduler
 from deepinfer.worker import InFlightStep
@@ -78,7 +78,7 @@ class SubmittedStep:
         arrived: int,
         collected: Reading,
         now: Reading,
-        result: StepResult,
+        drafts: DraftCounts | None,
         gap_ms: float | None,
     ) -> StepStats:
         """The step in numbers, once it is committed.
@@ -86,7 +86,7 @@ class SubmittedStep:
         Args:
             collecting, arrived: nanoseconds at which the host asked for the result, and had it.
             collected, now: after the release policy saw the result, and after the commit.
-            result: of the step.
+            drafts: of the step.
             gap_ms: how long the device had nothing to do before it.
         """
         started, planned, submitted, released = self.readings
@@ -105,7 +105,7 @@ class SubmittedStep:
             result_wait_ns=arrived - collecting,
             device_ms=self.flight.device_ms(),
             gap_ms=gap_ms,
-            drafts=draft_counts(self.plan.ahead, result.ahead),
+            drafts=drafts,
             moments=StepMoments(
                 started.at_ns,
                 planned.at_ns,
@@ -119,12 +119,20 @@ class SubmittedStep:
         )
 
 
-def draft_counts(ahead: LookAhead | None, found: AheadResult | None) -> DraftCounts | None:
-    """The drafts of a step in numbers, of its plan and its result; None if it was to have none."""
-    if ahead is None or found is None or not np.count_nonzero(ahead.num_drafts):
+def draft_counts(
+    ahead: LookAhead | None, found: AheadResult | None, num_new: Int32 | None
+) -> DraftCounts | None:
+    """The drafts of a step in numbers; None if it was to have none.
+
+    Args:
+        ahead, found: of its plan and of its result.
+        num_new: int32 [S], tokens that its sequences got; 0 where the frame is stale, whose drafts
+            count for nothing but the rows that they took.
+    """
+    if ahead is None or found is None or num_new is None or not np.count_nonzero(ahead.num_drafts):
         return None
-    verified = found.num_verified
-    accepted = np.clip(found.num_new - 1, 0, verified)
+    verified = np.where(num_new > 0, found.num_verified, 0)
+    accepted = np.clip(num_new - 1, 0, verified)
     positions = np.arange(int(verified.max()))
     return DraftCounts(
         num_rows=int(ahead.num_drafts.sum()),

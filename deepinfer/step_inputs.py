@@ -17,16 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.device.base import Device
-from deepinfer.plan import StepPlan, WrongRows
-
-Ints = NDArray[np.integer[Any]]
+from deepinfer.plan import Ints, StepPlan, WrongRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +30,8 @@ class StepInputs:
     """What a runner computes, with S sequences and T tokens.
 
     Attributes:
-        plan: all but the tokens and, with `back`, the positions is as it says.
+        plan: what runs is as it says, but for the tokens and, with `back`, for all positions and
+            lengths.
         token_ids: int32 [T] on the device; without placeholders.
         back: int64 [S] on the device, how many positions before those of the plan each sequence
             is, 0 where it is known; None where all are where the plan says. Chunks longer than a

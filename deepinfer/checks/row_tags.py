@@ -16,19 +16,16 @@ depends on what is found.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.device.base import Device, Readback
-from deepinfer.plan import Int64, StepPlan, WrongRows
+from deepinfer.plan import Int64, Ints, StepPlan, WrongRows
 
 NUM_SHOWN = 8  # wrong rows of a step that come back one by one; the others are counted
-
-Ints = NDArray[np.integer[Any]]
 
 
 class RowRead(NamedTuple):

@@ -46,7 +46,7 @@ class Drafts(NamedTuple):
 
     Attributes:
         token_ids: int32 or int64 [n, k], k <= `Asked.num_drafts`; any behind a request's `counts`.
-            Valid tokens of the vocabulary all of them.
+            Tokens of the vocabulary all of them, for they may be computed; below 0 counts as 0.
         counts: int64 [n], 0 to min(k, room).
     """
 
@@ -57,8 +57,9 @@ class Drafts(NamedTuple):
 class Drafter(Protocol):
     """Proposes tokens that may follow those of requests.
 
-    Called inside submitted work, behind a step's sampling and in device order: one call at a time.
-    One that asks the device for a value makes the host wait on CUDA.
+    Called inside submitted work, in device order, one call at a time: `start` before the first step
+    of a request, `propose` behind a step's sampling. One that asks the device for a value makes the
+    host wait on CUDA.
     """
 
     def prepare(self, device: Device, num_slots: int, max_model_len: int) -> None:

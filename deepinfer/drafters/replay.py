@@ -110,8 +110,8 @@ class ReplayDrafter:
         key = blake2b(f"{self._seed}\0{request_id}".encode(), digest_size=8).digest()
         owners.references[slot, : len(known)] = owners.device.upload(known)
         owners.keys[slot] = owners.device.upload(np.frombuffer(key, "<i4").astype(np.int32))
-        owners.lengths[slot] = len(known)
-        owners.num_proposals[slot] = 0
+        owners.lengths[slot].fill_(len(known))  # `[slot] = number` would make the host wait
+        owners.num_proposals[slot].fill_(0)
 
     def propose(self, asked: Asked) -> Drafts:
         """The reference's next tokens, some replaced; nothing beyond its end."""

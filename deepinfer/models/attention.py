@@ -27,12 +27,10 @@ first `context_len` positions never influences it; padding reads block 0 and is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.cache_engine import KVCache
@@ -40,10 +38,8 @@ from deepinfer.checks.row_tags import RowRead
 from deepinfer.config import MAX_DRAFTS, ModelConfig
 from deepinfer.device.base import Device
 from deepinfer.models.rope import apply_rope, rope_table
-from deepinfer.plan import StepPlan
+from deepinfer.plan import Ints, StepPlan
 from deepinfer.step_inputs import StepInputs
-
-Ints = NDArray[np.integer[Any]]
 
 MIN_SHARED_ROWS = 256
 """A group must save at least this many row reads a layer: below it, its launches cost more."""
@@ -184,7 +180,8 @@ class PagedAttention:
     ) -> None:
         """Group the sequences `decoding`, which have `num_queries` each."""
         plan, before = inputs.plan, inputs.plan.context_lens[decoding] - num_queries
-        if inputs.back is not None and plan.ahead is not None:
+        if inputs.back is not None:
+            assert plan.ahead is not None, "only plans made ahead are moved"
             before = before - plan.ahead.num_unsure[decoding]
         groups = shared_groups(
             plan.block_tables[decoding],

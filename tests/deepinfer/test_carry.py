@@ -43,7 +43,11 @@ class Planned:
 
 
 def plan_of(
-    *sequences: Planned, starts: tuple[SlotStart, ...] = (), tags: bool = False, step: int = 1
+    *sequences: Planned,
+    starts: tuple[SlotStart, ...] = (),
+    tags: bool = False,
+    step: int = 1,
+    most_room: int = 5,
 ) -> StepPlan:
     """A plan over these sequences, each with a table of ten blocks: 10 i + 1, 10 i + 2, ..."""
     runs = []
@@ -64,6 +68,7 @@ def plan_of(
         num_unsure=ids(*(seq.unsure for seq in sequences)),
         num_pending=np.where([seq.sampled for seq in sequences], 1 + drafts, 0).astype(np.int32),
         starts=starts,
+        most_room=most_room,
         tag_sums=np.zeros(len(sequences), np.uint64) if tags else None,
     )
     behind, sample_seq = behind_drafts(drafts, plan.sample_seq)
@@ -274,6 +279,19 @@ def test_a_request_that_has_ended_by_its_length_stays_inside_its_plans():
     assert len(result.token_ids) == len(result.logprobs) == 0
 
 
+def test_nothing_is_written_into_the_slot_behind():
+    """A request that ended at `max_model_len`, beside one with five drafts: as wide a batch."""
+    drafter = Scripted({3: [20, 21, 22, 23, 24]})
+    carry = Carry(4, 10, SIZE, SteppedCpuDevice(), drafter, 5, told=True)
+    begin(carry, 1, *range(9), then=9, last=10)
+    begin(carry, 2, 5, 6, 7, then=8, last=10)
+    begin(carry, 3, 1, then=2, last=10)
+    ended, drafting = Planned(1, 9, 8), Planned(3, 2, 1, drafts=5)
+    run(carry, plan_of(ended, drafting), 50, 20, 21, 22, 23, 24, 25)
+    assert carry._tokens[2, :4].tolist() == [5, 6, 7, 8]
+    assert resolve(carry, plan_of(Planned(2, 3, 3))).token_ids.tolist() == [8]
+
+
 # -- after it --------------------------------------------------------------------------------------
 
 
@@ -324,6 +342,19 @@ def test_no_draft_lies_where_the_last_token_of_a_request_will_be(last, room):
     asked = [most for _, _, most in drafter.asked]
     assert asked == ([room] if room else [])
     assert result.ahead.num_proposed.tolist() == [room]
+
+
+def test_nobody_is_asked_where_the_host_knows_that_nobody_has_room():
+    """And for no more drafts than any request has room for."""
+    drafter = Scripted({1: [20, 21, 22]})
+    carry = carry_with(drafter)
+    begin(carry, 1, 5, 6, 7, then=8)
+    for most, proposed in ((2, 2), (0, 0)):
+        drafter.asked = []
+        plan = plan_of(Planned(1, 4, 3), most_room=most)
+        _, result = run(carry, plan, 20)
+        assert [room for *_, room in drafter.asked] == ([most] if most else [])
+        assert result.ahead.num_proposed.tolist() == [proposed]
 
 
 def test_several_sequences_get_their_own_tokens(how):

@@ -93,6 +93,7 @@ def test_a_plan_set_out_is_in_flight():
         num_unsure=ids(0, 0),
         num_pending=ids(3, 1),
         starts=(),
+        most_room=5,
     )
     for times in (1, 2):
         set_out(seqs, replace(plan, ahead=ahead))

@@ -237,3 +237,12 @@ def test_committed_rows_are_those_of_the_blocks_a_plan_wrote():
     assert committed.holders.tolist() == [0, 0, 1, 1]
     seqs.remove(seqs.at(0))
     assert committed_rows(seqs, plan).ids.tolist() == [4, 6]
+
+
+def test_committed_rows_begin_where_a_plan_made_ahead_may_have_begun():
+    """Planned for 8 to 11, in the third block of four; three drafts before may all be rejected."""
+    seqs, (first, second) = in_flight(3, depth=2)
+    assert second.positions.tolist() == [8, 9, 10, 11]
+    write_back(seqs, first, verified(first, [6], [1], [3], [3]))
+    write_back(seqs, second, verified(second, [7], [1], [3], [3]))
+    assert committed_rows(seqs, second).ids.tolist() == [2]  # positions 4 and 5

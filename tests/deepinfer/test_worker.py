@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from deepinfer.device.base import Device
 from deepinfer.device.cpu import SteppedCpuDevice, ThreadedCpuDevice
 from deepinfer.models.weights import load_weights
 from deepinfer.observer import KV
-from deepinfer.worker import Worker
+from deepinfer.plan import LookAhead
+from deepinfer.worker import Worker, _touched_rows
 from tests.deepinfer.step_plans import TINY, Run, cache_of, model_worker, step_plan
 
 SIZE = 16
@@ -124,6 +126,18 @@ def test_operations_declare_their_blocks(
         "copy_blocks step 3": [[2, 8], [3, 11]],
         "forward step 3": [[7, 8, 9, 11], [7, 8, 11]],
     }
+
+
+def test_a_plan_made_ahead_may_write_as_far_back_as_is_unsure() -> None:
+    """Decodes planned at 33, in the third block: with two rows unsure, the second counts too."""
+    plan = step_plan([Run([*PROMPT], range(1, 6), 33), Run([*PROMPT], range(6, 11), 33)], 16)
+    none, some = np.zeros(2, np.int32), np.ones(2, np.bool_)
+    unsure = np.array([2, 0], np.int32)
+    plan = replace(plan, ahead=LookAhead(none, some, none, none, unsure, none, (), 5))
+    read, written = _touched_rows(plan, 16)
+    assert read.ids.tolist() == [1, 2, 3, 6, 7, 8]
+    spans = zip(written.ids, written.start, written.end, written.holders, strict=True)
+    assert [tuple(map(int, span)) for span in spans] == [(2, 15, 16, 0), (3, 0, 2, 0), (8, 1, 2, 1)]
 
 
 def test_a_step_that_samples_nothing(worker: Worker) -> None:

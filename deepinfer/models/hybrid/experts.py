@@ -76,7 +76,7 @@ class Moe:
         order = chosen.argsort(stable=True)
         counts = chosen.new_zeros(self._num_routed + 1)
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        counts[-1] = len(x)  # of the shared expert
+        counts[-1:].fill_(len(x))  # of the shared expert
         ends = counts.cumsum(0)
         tokens = torch.cat((order // experts.shape[1], torch.arange(len(x), device=x.device)))
         gains = torch.cat((weights.flatten()[order], weights.new_ones(len(x))))

@@ -23,7 +23,6 @@ close after all are all written to row 0, which is of block 0, so nobody's.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +31,8 @@ from torch import Tensor
 
 from deepinfer.models.hybrid.geometry import IDS, OPEN, STREAMS
 from deepinfer.models.hybrid.layer_plan import Compressor
+from deepinfer.plan import Ints
 
-Ints = NDArray[np.integer[Any]]
 Bools = NDArray[np.bool_]
 
 

@@ -25,7 +25,6 @@ from deepinfer.models.hybrid.layer_plan import Compressor, HybridConfig
 from deepinfer.models.hybrid.layout import (
     Bools,
     Closing,
-    Ints,
     Kept,
     Lookback,
     OwnRows,
@@ -37,7 +36,7 @@ from deepinfer.models.hybrid.layout import (
     Tile,
 )
 from deepinfer.models.hybrid.places import Places, as_slice
-from deepinfer.plan import StepPlan
+from deepinfer.plan import Ints, StepPlan
 from deepinfer.step_inputs import StepInputs
 
 MAX_QUERIES = 256

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer.device.base import Device
-from deepinfer.models.hybrid.layout import Bools, Ints
+from deepinfer.models.hybrid.layout import Bools
+from deepinfer.plan import Ints
 from deepinfer.step_inputs import StepInputs
 
 
@@ -54,9 +55,8 @@ class Places:
         positions = inputs.really(plan.positions, self.seqs, device)
         self.positions = cast(Ints, positions)
         self._tables = self.index(plan.block_tables)
-        self.earliest = np.zeros(plan.num_seqs, np.int64)
-        if plan.ahead is not None:
-            self.earliest = plan.context_lens - plan.num_scheduled - plan.ahead.num_unsure
+        assert plan.ahead is not None, "only plans made ahead are moved"
+        self.earliest = plan.context_lens - plan.num_scheduled - plan.ahead.num_unsure
 
     def index(self, numbers: Ints) -> Ints:
         """Numbers the plan fixes, to compute with and to index with."""

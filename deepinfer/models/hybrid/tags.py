@@ -33,8 +33,8 @@ from deepinfer.checks.prefix_tags import POSITION_BITS
 from deepinfer.checks.row_tags import NUM_SHOWN, first_wrong, new_tags
 from deepinfer.device.base import Device, Readback
 from deepinfer.models.hybrid.geometry import IDS, OPEN, STREAMS, Geometry
-from deepinfer.models.hybrid.layout import Ints, Lookback, RingTags, RowsRead, StepLayout
-from deepinfer.plan import Int64, StepPlan, WrongRows
+from deepinfer.models.hybrid.layout import Lookback, RingTags, RowsRead, StepLayout
+from deepinfer.plan import Int64, Ints, StepPlan, WrongRows
 
 _ANY = -1  # stands for the tag of a row that nobody reads
 _POSITION_MASK = (1 << POSITION_BITS) - 1

@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from deepinfer.engine import LLMEngine
 from deepinfer.models.hybrid.layer_plan import HybridConfig
-from deepinfer.plan import Rows, StepPlan, StepResult
+from deepinfer.plan import Int32, Rows, StepPlan, StepResult
 from deepinfer.results import Commit
 from deepinfer.runners import load_model, make_runner
 from deepinfer.step_inputs import StepInputs
@@ -128,6 +129,45 @@ def stale_frame_applied(engine: LLMEngine) -> None:
         return done
 
     around(engine.scheduler, "commit", commit)
+
+
+@AHEAD.add("none public (I6)", **LOOKS_AHEAD)
+def accepted_draft_forgotten(engine: LLMEngine) -> None:
+    """The device's own length leaves out the last of several tokens that a step has brought."""
+    carry = engine.worker._carry
+    assert carry is not None, "planted where steps look ahead"
+
+    @torch.inference_mode()
+    def verify(inner: Call, planned: Int32, slots: Any, lengths: Any, sampled: Any) -> Any:
+        num_new, verified = inner(planned, slots, lengths, sampled)
+        carry._num_tokens.index_copy_(0, slots, lengths + num_new - (num_new > 1).long())
+        return num_new, verified
+
+    around(carry, "_verify", verify)
+
+
+@AHEAD.add("none public (I6)", **LOOKS_AHEAD)
+def moved_one_too_few(engine: LLMEngine) -> None:
+    """Sequences of which drafts were rejected begin a position behind where they are."""
+    carry = engine.worker._carry
+    assert carry is not None, "planted where steps look ahead"
+
+    @torch.inference_mode()
+    def put_in(inner: Call, plan: StepPlan) -> Any:
+        ahead = plan.ahead
+        assert ahead is not None, "every plan is made ahead"
+        moved = np.flatnonzero(ahead.is_open & (ahead.num_unsure > 0))
+        slots = ahead.slots[moved].tolist()
+        most = (plan.context_lens - plan.num_scheduled + 1)[moved].tolist()
+        true = [int(carry._num_tokens[slot]) for slot in slots]
+        for slot, longest, count in zip(slots, most, true, strict=True):
+            carry._num_tokens[slot] = min(count + 1, max(longest, count))
+        inputs = inner(plan)
+        for slot, count in zip(slots, true, strict=True):
+            carry._num_tokens[slot] = count
+        return inputs
+
+    around(carry, "put_in", put_in)
 
 
 @AHEAD.add("vllm#46066", **LOOKS_AHEAD)

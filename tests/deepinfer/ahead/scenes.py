@@ -37,13 +37,21 @@ from deepinfer.outputs import RequestOutput, StepOutput
 from deepinfer.plan import Int32, StepPlan
 from deepinfer.sequence import SamplingParams
 from tests.deepinfer.step_plans import TINY
-from tests.hybrid_configs import v4_raw, v41_raw
+from tests.hybrid_configs import dspark, v4_raw, v41_raw
 
 FAMILIES: dict[str, Callable[[], ModelConfig | HybridConfig]] = {
     "qwen3": lambda: TINY,
-    "v4": lambda: v4_config(v4_raw(ratios=(4, 8), window=8, layers=(SLIDING, CSA, HCA))),
+    "v4": lambda: v4_config(
+        {
+            **v4_raw(ratios=(4, 8), window=8, layers=(SLIDING, CSA, HCA)),
+            "num_nextn_predict_layers": 1,
+        }
+    ),
     "v41": lambda: v41_config(
-        v41_raw([0, 2, 1, 1], sources=[1, 2], selectors=[1, 2], publisher=2, engram=[1])
+        {
+            **v41_raw([0, 2, 1, 1], sources=[1, 2], selectors=[1, 2], publisher=2, engram=[1]),
+            **dspark([1, 3], 2),
+        }
     ),
 }
 TOLERANCES = {  # of the profiles cpu-tiny, cpu-v4 and cpu-v41-tiny
@@ -135,6 +143,9 @@ class Truth:
 class Stage:
     """An engine that looks ahead, with drafts that are right as often as asked for.
 
+    With an acceptance of None they come from a drafter of real use: the model's own draft layers,
+    or prompt lookup where it has none.
+
     Attributes:
         requests: the sampling of all requests there were.
         delivered: the tokens each was told, step by step.
@@ -145,7 +156,7 @@ class Stage:
 
     family: str
     config: EngineConfig
-    acceptance: float | Acceptance = 1.0
+    acceptance: float | Acceptance | None = 1.0
     device: str = "cpu-stepped"
     wrap: Callable[[Drafter], Drafter] = lambda drafter: drafter
     requests: dict[str, SamplingParams] = field(default_factory=dict)
@@ -157,15 +168,20 @@ class Stage:
         config, weights = model(self.family)
         self.truth = Truth.of(self.family)
         self._references: dict[str, Int32] = {}
-        schedule = self.acceptance
-        if not isinstance(schedule, Acceptance):
-            schedule = Acceptance(((schedule,),))
+        drafter, schedule = None, self.acceptance
+        if schedule is None:
+            own = "mtp" if isinstance(config, HybridConfig) else "ngram"
+            self.config = replace(self.config, drafter=own)
+        else:
+            if not isinstance(schedule, Acceptance):
+                schedule = Acceptance(((schedule,),))
+            drafter = self.wrap(ReplayDrafter(self._references, schedule, 0, VOCAB))
         self.engine = LLMEngine(
             config,
             self.config,
             device=self.device,
             weights=weights,
-            drafter=self.wrap(ReplayDrafter(self._references, schedule, 0, VOCAB)),
+            drafter=drafter,
         )
         self.seqs = self.engine.scheduler.seqs
 

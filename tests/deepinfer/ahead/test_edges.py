@@ -61,6 +61,24 @@ def test_a_stop_token_among_accepted_drafts_ends_the_request_there(overlap, inde
         assert len(stage.ended["runs on"].token_ids) == 16
 
 
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_drafts_behind_a_stop_token_are_not_counted_as_accepted(overlap):
+    """The sixth token ends the request: four of five right drafts; the steps behind it have none."""
+    with Stage("qwen3", config(overlap)) as stage:
+        prompt, sampling = prompt_of(2, 6), SamplingParams(24)
+        stop = first_seen(stage, prompt, sampling, 5)
+        stage.add("stops", prompt, replace(sampling, stop_token_id=stop))
+        stage.finish()
+        num_tokens = len(stage.ended["stops"].token_ids)
+        counts = [step.drafts for step in stage.steps if step.drafts is not None]
+        accepted = [sum(drafts.accepted) for drafts in counts]
+        assert sum(accepted) == num_tokens - 1 - sum(1 for step in accepted if step)
+        assert [drafts.num_rows for drafts in counts] == [5] * len(counts)
+        assert [drafts.num_seqs for drafts in counts[len(counts) - OVERLAPS.index(overlap) :]] == (
+            [0] * OVERLAPS.index(overlap)
+        )
+
+
 @pytest.mark.parametrize("overlap", ["on", "2"])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_a_request_that_stops_with_its_next_steps_in_flight_runs_on_for_nothing(drafts, overlap):

@@ -30,7 +30,7 @@ AXES = {
     "family": list(FAMILIES),
     "overlap": list(OVERLAPS),
     "drafts": [0, 1, 3, 5],
-    "acceptance": [0.0, 0.3, 0.7, 1.0],
+    "acceptance": [0.0, 0.3, 0.7, 1.0, None],  # None: as it comes, of `mtp` or `ngram`
     "budget": [6, 40],  # chunks, and fewer tokens than rows and drafts; whole prompts
     "forks": [False, True],
     "preemption": [False, True],

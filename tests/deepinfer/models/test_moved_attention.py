@@ -10,6 +10,7 @@ import torch
 
 from deepinfer.cache_engine import KVCache
 from deepinfer.carry import as_it_runs
+from deepinfer.config import MAX_DRAFTS
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.models.attention import PagedAttention
 from deepinfer.models.qwen3 import Qwen3
@@ -49,7 +50,9 @@ def looking_ahead(plan: StepPlan, num_unsure: list[int]) -> StepPlan:
     zeros = np.zeros(plan.num_seqs, np.int32)
     unsure = np.array(num_unsure, np.int32)
     is_open = np.ones(plan.num_seqs, bool)
-    return replace(plan, ahead=LookAhead(zeros, is_open, zeros, zeros, unsure, zeros, ()))
+    return replace(
+        plan, ahead=LookAhead(zeros, is_open, zeros, zeros, unsure, zeros, (), MAX_DRAFTS)
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepinfer.config import EngineConfig
+from deepinfer.config import MAX_DRAFTS, EngineConfig
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.hybrid_runner import HybridRunner
 from deepinfer.models.hybrid.geometry import POSITIONS, WINDOW
 from deepinfer.models.hybrid.layer_plan import V4, HybridConfig, v4_config, v41_config
-from deepinfer.models.hybrid.layout import Ints
 from deepinfer.models.hybrid.loading import draw_weights
 from deepinfer.models.hybrid.weights import HybridWeights
-from deepinfer.plan import LookAhead, StepPlan, WrongRows
+from deepinfer.plan import Ints, LookAhead, StepPlan, WrongRows
 from deepinfer.step_inputs import StepInputs
 from tests.deepinfer.hybrid_steps import asked_behind
 from tests.deepinfer.step_plans import Run, as_planned, step_plan
@@ -100,7 +99,7 @@ class Part:
 class Pair:
     """The same model twice, in equal states: one steps (a) as planned, one (b) moved.
 
-    `bounded`: plans say how far back a sequence may be.
+    `bounded`: plans say how far back a sequence may be; otherwise it may be anywhere.
     """
 
     def __init__(
@@ -151,10 +150,10 @@ class Pair:
             exact.append(run)
             planned.append(replace(run, computed=first + part.back))
         plan = step_plan(planned, self.block_size, padding=1)
+        unsure = first = plan.context_lens - plan.num_scheduled
         if self.bounded:
-            first = plan.context_lens - plan.num_scheduled
             unsure = np.array([part.back + self.rng.integers(0, 3) for part in parts])
-            plan = replace(plan, ahead=ahead(np.where(unsure > first, first, unsure)))
+        plan = replace(plan, ahead=ahead(np.where(unsure > first, first, unsure)))
         return step_plan(exact, self.block_size, padding=1), plan
 
     def step(self, *parts: Part) -> tuple[WrongRows, WrongRows]:
@@ -204,7 +203,7 @@ class Pair:
 def ahead(num_unsure: Ints) -> LookAhead:
     """What a plan leaves open, int [S]; the rest of it is not looked at."""
     none, some = np.zeros(len(num_unsure), np.int32), np.ones(len(num_unsure), np.bool_)
-    return LookAhead(none, some, none, none, num_unsure.astype(np.int32), none, ())
+    return LookAhead(none, some, none, none, num_unsure.astype(np.int32), none, (), MAX_DRAFTS)
 
 
 def close(found: Tensor, expected: Tensor, name: str) -> None:
