@@ -225,10 +225,11 @@ class Carry:
             self._num_drafts.index_copy_(0, asked.slots, counts)
             return counts
         drafts, counts = drafter.propose(asked)
+        counts = torch.minimum(counts, asked.room).clamp_(max=drafts.shape[1])
         places = (asked.slots * self._width + asked.lengths)[:, None]
         places = places + self._columns[: drafts.shape[1]]
         # Those behind the counts are computed too, if they were planned for.
-        token_ids = drafts.flatten().int().clamp_(min=0)
+        token_ids = drafts.flatten().int().clamp(min=0)
         self._tokens.view(-1).index_copy_(0, places.flatten(), token_ids)
         self._num_drafts.index_copy_(0, asked.slots, counts)
         return counts

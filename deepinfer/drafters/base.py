@@ -47,7 +47,7 @@ class Drafts(NamedTuple):
     Attributes:
         token_ids: int32 or int64 [n, k], k <= `Asked.num_drafts`; any behind a request's `counts`.
             Tokens of the vocabulary all of them, for they may be computed; below 0 counts as 0.
-        counts: int64 [n], 0 to min(k, room).
+        counts: int64 [n], 0 to min(k, room); more are cut off.
     """
 
     token_ids: Tensor

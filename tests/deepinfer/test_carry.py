@@ -344,6 +344,35 @@ def test_no_draft_lies_where_the_last_token_of_a_request_will_be(last, room):
     assert result.ahead.num_proposed.tolist() == [room]
 
 
+class _Careless:
+    """Says more than it was asked for, and fills up with what is no token."""
+
+    def __init__(self):
+        self.said = torch.tensor([[20, 21, -1]])
+
+    def prepare(self, device, num_slots, max_model_len):
+        pass
+
+    def start(self, slot, request_id, num_prompt_tokens):
+        pass
+
+    def propose(self, asked: Asked) -> Drafts:
+        return Drafts(self.said, torch.tensor([9]))
+
+
+def test_a_careless_drafter_breaks_nothing():
+    """More drafts than there is room for are cut off, and no placeholder reaches a model."""
+    drafter = _Careless()
+    carry = Carry(4, 40, SIZE, SteppedCpuDevice(), drafter, 3, told=True)
+    plan = plan_of(
+        Planned(1, 3, 0, tokens=(5, 6, 7), scheduled=3), starts=(start(1, 5, 6, 7, last=7),)
+    )
+    _, result = run(carry, plan, 8)
+    assert result.ahead.num_proposed.tolist() == [2]  # of 4 tokens and room for 2
+    assert resolve(carry, plan_of(Planned(1, 4, 3, drafts=3))).token_ids.tolist() == [8, 20, 21, 0]
+    assert drafter.said.tolist() == [[20, 21, -1]]
+
+
 def test_nobody_is_asked_where_the_host_knows_that_nobody_has_room():
     """And for no more drafts than any request has room for."""
     drafter = Scripted({1: [20, 21, 22]})

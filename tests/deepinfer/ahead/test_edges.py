@@ -63,7 +63,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_request_there(overlap, inde
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_drafts_behind_a_stop_token_are_not_counted_as_accepted(overlap):
-    """The sixth token ends the request: four of five right drafts; the steps behind it have none."""
+    """The sixth token ends the request: four of five right drafts; steps behind it have none."""
     with Stage("qwen3", config(overlap)) as stage:
         prompt, sampling = prompt_of(2, 6), SamplingParams(24)
         stop = first_seen(stage, prompt, sampling, 5)
