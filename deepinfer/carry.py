@@ -39,7 +39,7 @@ from deepinfer.config import MAX_DRAFTS, EngineConfig
 from deepinfer.device.base import Device, Readback
 from deepinfer.drafters.base import Asked, Drafter
 from deepinfer.drafters.registry import make_drafter
-from deepinfer.plan import AheadResult, Int32, Ints, SlotStart, StepPlan, StepResult
+from deepinfer.plan import AheadResult, Int32, Ints, SlotStart, StepPlan, StepResult, firsts_of
 from deepinfer.step_inputs import StepInputs
 
 
@@ -96,7 +96,7 @@ class Carry:
         if not np.count_nonzero(is_open):
             return StepInputs(plan, self._device.upload(plan.token_ids))
         back, slots = None, self._upload(ahead.slots)
-        seqs = np.arange(plan.num_seqs).repeat(plan.num_scheduled)
+        seqs = plan.token_seqs
         places = ahead.slots[seqs] * np.int64(self._width) + plan.positions
         found = self._upload(places)
         if np.count_nonzero(ahead.num_unsure):
@@ -178,7 +178,8 @@ class Carry:
             self._tokens.view(-1).index_copy_(0, slots * self._width + lengths, sampled)
             self._num_tokens.index_copy_(0, slots, lengths + 1)
             return lambda result: replace(result, ahead=each)
-        num_new, verified = self._verify(ahead.num_drafts[seqs], slots, lengths, sampled)
+        planned = ahead.num_drafts[seqs]
+        num_new, verified = self._verify(planned, slots, lengths, sampled)
         most = min(self._max_drafts, ahead.most_room)
         asked = Asked(
             slots=slots,
@@ -192,7 +193,7 @@ class Carry:
         )
         proposed = self._propose(self._drafter, asked)
         found = self._device.download(torch.stack((num_new, verified, proposed)).int())
-        return _Accepted(plan, found)
+        return _Accepted(plan.num_seqs, seqs, 1 + planned, found)
 
     def _verify(
         self, planned: Int32, slots: Tensor, lengths: Tensor, sampled: Tensor
@@ -243,18 +244,21 @@ class Carry:
 class _Accepted:
     """Leaves in a result what is part of the sequences.
 
-    `found` int32 [3, n], of the sampling sequences: new tokens, drafts verified and proposed.
+    Attributes:
+        num_seqs: sequences of the plan.
+        seqs, num_sampled: int [n], those that sample, and how many tokens of each were sampled.
+        found: int32 [3, n], of these: new tokens, drafts verified and proposed.
     """
 
-    plan: StepPlan
+    num_seqs: int
+    seqs: Ints
+    num_sampled: Int32
     found: Readback
 
     def __call__(self, result: StepResult) -> StepResult:
-        seqs, first, counts = np.unique(self.plan.sample_seq, return_index=True, return_counts=True)
-        found = np.zeros((3, self.plan.num_seqs), np.int32)
-        found[:, seqs] = self.found.numpy()
-        number = np.arange(len(self.plan.sample_seq)) - first.repeat(counts)
-        kept = number < found[0, seqs].repeat(counts)
+        found = np.zeros((3, self.num_seqs), np.int32)
+        found[:, self.seqs] = self.found.numpy()
+        kept = firsts_of(self.num_sampled, found[0, self.seqs])
         return replace(
             result,
             token_ids=result.token_ids[kept],
@@ -282,7 +286,7 @@ def as_it_runs(
     assert ahead is not None, "something was put in"
     plan = replace(plan, token_ids=token_ids)
     if back is not None:
-        seqs = np.arange(plan.num_seqs).repeat(plan.num_scheduled)
+        seqs = plan.token_seqs
         positions = (plan.positions - back[seqs]).astype(np.int32)
         columns, offsets = np.divmod(positions, block_size)
         blocks = plan.block_tables[seqs, columns].astype(np.int64)

@@ -40,6 +40,12 @@ def _no_state_copies() -> Int32:
     return np.empty((0, 2), np.int32)
 
 
+def firsts_of(sizes: Ints, counts: Ints) -> NDArray[np.bool_]:
+    """Of groups of so many `sizes` one after the other, int [n], the first `counts` of each."""
+    number = np.arange(int(sizes.sum())) - (np.cumsum(sizes) - sizes).repeat(sizes)
+    return number < counts.repeat(sizes)
+
+
 @dataclass(frozen=True, slots=True)
 class SlotStart:
     """A draft slot has a new request: what the device must know of it.
@@ -151,6 +157,11 @@ class StepPlan:
     def num_seqs(self) -> int:
         """Sequences in this step (S)."""
         return int(self.rows.shape[0])
+
+    @property
+    def token_seqs(self) -> Int64:
+        """The sequence of each token, int64 [T]: indices into the S sequences."""
+        return np.arange(self.num_seqs).repeat(self.num_scheduled)
 
 
 @dataclass(frozen=True, slots=True)

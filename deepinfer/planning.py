@@ -192,8 +192,12 @@ class PlanBuilder:
             tags, tag_sums = self._tags.up_to(rows, counters.epochs, known, width)
         ahead: LookAhead | None = None
         if self._looks_ahead:
-            drafts = np.zeros(num_seqs, np.int32) if num_drafts is None else num_drafts
-            room = counters.max_total_tokens - 2 - seqs.num_sure_tokens(rows)  # it brings one more
+            drafts, most_room = np.zeros(num_seqs, np.int32), 0
+            if num_drafts is not None:
+                drafts = num_drafts
+                sure = seqs.num_sure_tokens(rows) + 1  # it brings one more
+                room = counters.max_total_tokens - 1 - sure
+                most_room = int(room.max(initial=0, where=samples))
             ahead = LookAhead(
                 slots=seqs.draft_slots[rows],
                 is_open=context_lens > num_known,
@@ -202,7 +206,7 @@ class PlanBuilder:
                 num_unsure=seqs.num_unsure(rows, counters),
                 num_pending=np.where(samples, 1 + drafts, 0).astype(np.int32),
                 starts=tuple(self._starts),
-                most_room=int(room.max(initial=0, where=samples)),
+                most_room=most_room,
                 tag_sums=tag_sums,
             )
             self._starts = []

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer.observer import KV, Access
-from deepinfer.plan import Float32, Int32, LookAhead, Rows, StepPlan, StepResult
+from deepinfer.plan import Float32, Int32, LookAhead, Rows, StepPlan, StepResult, firsts_of
 from deepinfer.sequence import Sequence, SequenceTable
 
 # numpy would make an array of a Python number anew in every call
@@ -130,17 +130,15 @@ class ResultWriter:
         self, rows: Rows, num_new: Int32, token_ids: Int32
     ) -> tuple[Int32, NDArray[np.bool_]]:
         """Of each row's new tokens those up to its stop token: how many, and which of all."""
-        ends = np.cumsum(num_new)
         stops = token_ids == self._seqs.stop_token_ids[rows].repeat(num_new)
         if not np.count_nonzero(stops):
             return num_new, np.ones(len(token_ids), bool)
         # The first stop token at or behind each row's first token; a row without tokens has none.
         last = np.append(np.flatnonzero(stops), len(token_ids))
-        begins = ends - num_new
+        begins = np.cumsum(num_new) - num_new
         first = last[np.searchsorted(last, begins)]
         counts = np.minimum(first + 1 - begins, num_new).astype(np.int32)
-        number = np.arange(len(token_ids)) - begins.repeat(num_new)
-        return counts, number < counts.repeat(num_new)
+        return counts, firsts_of(num_new, counts)
 
 
 def _finished(

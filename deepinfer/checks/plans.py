@@ -136,7 +136,7 @@ class PlanCheck:
         """Each token's slot is the one of its position, and its block is nobody else's."""
         plan = self._plan
         columns, offsets = np.divmod(plan.positions, self._size)
-        at = np.arange(plan.num_seqs).repeat(plan.num_scheduled)
+        at = plan.token_seqs
         inside = columns < plan.block_tables.shape[1]
         blocks = plan.block_tables[at, np.where(inside, columns, 0)].astype(np.intp)
         expected = np.where(inside, blocks * self._size + offsets, -1)

@@ -128,8 +128,7 @@ def first_wrong(wrong: Tensor, found: Tensor, ranks: Tensor) -> Tensor:
 def new_tags(plan: StepPlan) -> Int64:
     """Of the step's tokens, int64 [T]."""
     assert plan.tags is not None, "the plan was made with tags"
-    seqs = np.arange(plan.num_seqs).repeat(plan.num_scheduled)
-    new: Int64 = plan.tags[seqs, plan.positions]
+    new: Int64 = plan.tags[plan.token_seqs, plan.positions]
     return new
 
 

@@ -168,11 +168,10 @@ class PagedAttention:
         plan, device, size = inputs.plan, self._device, self._cache.block_size
         if inputs.back is None:
             return device.upload(plan.slot_mapping), device.upload(plan.positions)
-        seqs = np.arange(plan.num_seqs).repeat(plan.num_scheduled)
+        seqs = plan.token_seqs
         positions = inputs.really(plan.positions, seqs, device)
         tables = device.upload(np.ascontiguousarray(plan.block_tables))
-        starts = device.upload(seqs * plan.block_tables.shape[1])
-        blocks = tables.flatten().index_select(0, starts + positions // size).long()
+        blocks = tables[device.upload(seqs), positions // size].long()
         return blocks * size + positions % size, positions
 
     def _add_decodes(
@@ -254,24 +253,24 @@ class PagedAttention:
         length: int,
         readers: Ints | None = None,
         *,
-        num_queries: int = 1,
+        num_queries: int = 0,
     ) -> Rows:
         """The rows of `length` positions from `first_block` on; slots are made on the device.
 
         `readers` where others read the rows of `seqs` too. With `num_queries` the last of them
-        sees all rows of its sequence, and each one before it one row less.
+        sees all rows of its sequence, and each one before it one row less; without, all are seen.
         """
         plan, size = inputs.plan, self._cache.block_size
         num_blocks = -(-length // size)
         begin = first_block * size
-        moved = inputs.back is not None and readers is None
         table = plan.block_tables[seqs, first_block : first_block + num_blocks]
         blocks = self._device.upload(np.ascontiguousarray(table)).long()
         offsets = torch.arange(size, device=blocks.device)
         slots = (blocks[:, :, None] * size + offsets).flatten(1)[:, :length]
         mask = None
         valid = plan.context_lens[seqs] - begin
-        if moved or num_queries > 1 or (valid < length).any():
+        is_whole = num_queries <= 1 and inputs.back is None and (valid >= length).all()
+        if num_queries and not is_whole:
             visible = valid[:, None] - np.arange(num_queries)[::-1]
             of = np.broadcast_to(seqs[:, None], visible.shape)
             lengths = inputs.really(visible, of, self._device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from deepinfer.config import EngineConfig
@@ -20,13 +18,6 @@ CONFIG = EngineConfig(block_size=SIZE, num_blocks=64, max_num_seqs=4, max_model_
 GOLDEN = load_golden("v41_b")
 IDS = GOLDEN.values["ids.0"].tolist()
 GREEDY = GOLDEN.values["raw.0.logits"].argmax(-1)
-
-
-@pytest.fixture
-def device() -> Iterator[SteppedCpuDevice]:
-    device = SteppedCpuDevice()
-    yield device
-    device.close()
 
 
 @pytest.fixture

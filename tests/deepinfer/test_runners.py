@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,6 @@ from tests.hybrid_configs import v4_raw
 
 CONFIG = EngineConfig(block_size=16, num_blocks=8, max_num_seqs=2, max_model_len=64)
 HYBRID = v4_config(v4_raw(ratios=(4, 16), window=8))
-
-
-@pytest.fixture
-def device() -> Iterator[SteppedCpuDevice]:
-    device = SteppedCpuDevice()
-    yield device
-    device.close()
 
 
 @pytest.mark.parametrize(("model", "kind"), [(TINY, ModelRunner), (HYBRID, HybridRunner)])

@@ -1,7 +1,6 @@
 """Greedy and Gumbel-max sampling, and the noise behind it."""
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -9,13 +8,6 @@ import torch
 
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.sampling import gumbel_noise, sample
-
-
-@pytest.fixture
-def device() -> Iterator[SteppedCpuDevice]:
-    device = SteppedCpuDevice()
-    yield device
-    device.close()
 
 
 def draw(

@@ -6,12 +6,11 @@ plan -> copies queued -> clone event recorded -> forward and sampling queued
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from deepinfer.device.cpu import SteppedCpuDevice
 from deepinfer.engine import LLMEngine
@@ -83,13 +82,6 @@ class Log(Observer):
 
     def collected(self, step: int) -> None:
         self._lines.append(f"result of {step} on the host")
-
-
-@pytest.fixture
-def device() -> Iterator[SteppedCpuDevice]:
-    device = SteppedCpuDevice()
-    yield device
-    device.close()
 
 
 def engine_of(device: SteppedCpuDevice, **settings: Any) -> tuple[LLMEngine, Log]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -21,13 +20,6 @@ from tests.deepinfer.step_plans import TINY, Run, cache_of, model_worker, step_p
 SIZE = 16
 CONFIG = EngineConfig(block_size=SIZE, num_blocks=64, max_model_len=256)
 PROMPT = np.random.default_rng(0).integers(0, 256, 70).tolist()
-
-
-@pytest.fixture
-def device() -> Iterator[SteppedCpuDevice]:
-    device = SteppedCpuDevice()
-    yield device
-    device.close()
 
 
 @pytest.fixture

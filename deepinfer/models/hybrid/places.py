@@ -41,7 +41,7 @@ class Places:
         self.plan = plan = inputs.plan
         self.moved = inputs.back is not None
         self._device = device
-        self.seqs = np.repeat(np.arange(plan.num_seqs), plan.num_scheduled)
+        self.seqs = plan.token_seqs
         self.starts: Ints = self.index(plan.query_start[:-1])
         if not self.moved:
             self.positions: Ints = plan.positions.astype(np.int64)

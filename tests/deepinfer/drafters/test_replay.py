@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -142,7 +143,8 @@ def test_certainties_hold_for_the_lowest_hash() -> None:
     true = np.zeros(1000, np.int32)
     drafter = prepared({"r": true}, Acceptance(((0.0,),)), seed=1_715_595, max_model_len=1000)
     drafter.start(0, "r", 1)
-    keys = drafter._owners.keys[:1]  # type: ignore[union-attr]
+    assert drafter._owners is not None
+    keys = drafter._owners.keys[:1]
     zero, where = torch.tensor([0]), torch.tensor([[692]])
     assert drafter._hashes(keys, zero, where)[0].tolist() == [[0]]
     assert propose(drafter, 0, 692, 1) != [0]
@@ -226,7 +228,7 @@ def test_a_run_repeats() -> None:
 
 
 @given(st.randoms(use_true_random=False))
-def test_a_batch_is_its_requests_alone(random) -> None:  # type: ignore[no-untyped-def]
+def test_a_batch_is_its_requests_alone(random: Random) -> None:
     """A storm repeats token for token however its requests are batched, ordered and placed."""
     together, alone = (replay([0.9, 0.5], num_requests=4) for _ in "ab")
     for slot in range(4):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,6 @@ from deepinfer.models.weights import interleave, load_weights
 from tests.deepinfer.step_plans import TINY, Run, model_worker, step_plan
 
 CPU_SMALL = ModelConfig(8, 512, 8, 4, 64, 1536, 8192)
-
-
-@pytest.fixture
-def device() -> Iterator[SteppedCpuDevice]:
-    device = SteppedCpuDevice()
-    yield device
-    device.close()
 
 
 @pytest.fixture

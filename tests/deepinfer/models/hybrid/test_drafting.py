@@ -4,7 +4,7 @@ In float64, where the logits they are chosen by agree to 1e-9, and so the tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -31,13 +31,6 @@ MODELS = {
     "dspark, one layer, packed": v41_config({**V41_RAW, **dspark([4], 1)}, cache="packed"),
 }
 IDS = np.random.default_rng(4).integers(0, 61, 60).tolist()
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[SteppedCpuDevice]:
-    device = SteppedCpuDevice()
-    yield device
-    device.close()
 
 
 @cache

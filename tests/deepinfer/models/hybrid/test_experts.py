@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -19,13 +18,6 @@ from tests.hybrid_configs import v41_raw
 
 CONFIG = v41_config(v41_raw([0], sources=[], selectors=[], publisher=None))
 WEIGHTS = draw_weights(CONFIG).layers[0].moe
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[SteppedCpuDevice]:
-    device = SteppedCpuDevice()
-    yield device
-    device.close()
 
 
 def one_expert(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,13 +25,6 @@ from tests.hybrid_configs import v41_raw
 
 CONFIG = v41_config(v41_raw([0], sources=[], selectors=[], publisher=None))
 WEIGHTS = draw_weights(CONFIG).layers[0]
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[SteppedCpuDevice]:
-    device = SteppedCpuDevice()
-    yield device
-    device.close()
 
 
 def test_yarn_slows_the_slow_pairs_only() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -21,13 +19,6 @@ from tests.hybrid_configs import v4_raw, v41_raw
 
 V41 = v41_config(v41_raw([0, 2], sources=[1], selectors=[1], publisher=None))
 V4 = v4_config(v4_raw(ratios=(4, 16), window=8))
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[SteppedCpuDevice]:
-    device = SteppedCpuDevice()
-    yield device
-    device.close()
 
 
 def layouts(config: HybridConfig, device: SteppedCpuDevice, size: int = 4) -> Layouts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -30,13 +29,6 @@ from tests.transformers_models import transformers_v4, true_float64
 
 NAMES = ("v41_a", "v41_b", "v4_a")
 RAW, QAT = 5e-5, 1e-3  # bounds of the golden README
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[SteppedCpuDevice]:
-    device = SteppedCpuDevice()
-    yield device
-    device.close()
 
 
 golden = cache(load_golden)
